@@ -10,6 +10,7 @@
 
 #include "cuda/device/launch.cuh"
 #include "cuda/device/sync.cuh"
+#include "cuda/driver.h"
 #include "cuda/launch.h"
 
 namespace deepep_moe {
@@ -214,8 +215,7 @@ __global__ void __launch_bounds__(kThreads) plan_copies(const __grid_constant__ 
 
 void launch_plan_copies(const CopyPlanParams& p, void* stream) {
     const int64_t bytes = PlanMemory::bytes(p), blocks = std::clamp<int64_t>(divide_up(p.num_entries, int64_t{kThreads}), 1, kMostBlocks);
-    int device = 0, most = 0;
-    if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     if (bytes > most - kStaticSharedBytes)
         throw std::invalid_argument(std::to_string(p.num_slots) + " slots on each of " + std::to_string(p.num_ranks) + " ranks with " +
                                     std::to_string(p.num_experts) + " experts need " + std::to_string(bytes) +

@@ -10,6 +10,7 @@
 #include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/device/tensor_cores.cuh"
+#include "cuda/driver.h"
 #include "cuda/launch.h"
 
 namespace deepep_moe {
@@ -266,15 +267,11 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_product(const __grid_constant
 
 template <auto kKernel>
 void start(const char* name, const Launch& launched, void* stream) {
-    int device = 0, num_multiprocessors = 0, generation = 0;
-    cudaError_t status = cudaGetDevice(&device);
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device);
-    if (status != cudaSuccess) throw std::runtime_error(std::string("cudaDeviceGetAttribute: ") + cudaGetErrorString(status));
+    const int generation = attribute(cudaDevAttrComputeCapabilityMajor);
     if (generation != 9)
         throw std::runtime_error("the GPU has compute capability " + std::to_string(generation) +
                                  ".x; fp8 products in CUDA need a Hopper GPU");
-    launch<kKernel>(name, num_multiprocessors, kThreads, kSharedBytes, launched, stream);
+    launch<kKernel>(name, attribute(cudaDevAttrMultiProcessorCount), kThreads, kSharedBytes, launched, stream);
 }
 
 }  // namespace

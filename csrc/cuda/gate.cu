@@ -7,8 +7,11 @@
 //
 // No block waits for another. Each launch also zeroes the counts of the next one, which may begin while this one runs. Rare paths are not
 // inlined, and take no address of a variable in registers, as that would move the variable to memory.
+#include <algorithm>
+
 #include "cuda/device/launch.cuh"
 #include "cuda/device/scores.cuh"
+#include "cuda/driver.h"
 #include "cuda/launch.h"
 
 namespace deepep_moe {
@@ -494,15 +497,10 @@ void launch_gate_of(Launch params, void* stream) {
     const bool has_group_keys = o.topk_groups < o.num_groups && !s.sets_are_groups;
     s.is_full = s.share == kQuads * kQuad && (o.num_experts / s.set_size) << s.set_shift == 32 && s.share << s.set_shift == s.set_size;
     s.words_of_warp = 2 * 32 * kQuads * kQuad + (has_group_keys ? divide_up(o.num_groups, 4) * 4 : 0);
-    int device = 0, num_multiprocessors = 0;
-    cudaError_t status = cudaGetDevice(&device);
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (status != cudaSuccess) throw std::runtime_error(std::string("launch of gate failed: ") + cudaGetErrorString(status));
-    const int64_t wanted = divide_up(o.num_tokens, kWarps), most = int64_t{blocks_per_sm(kQuads)} * num_multiprocessors;
+    const int64_t most = blocks_per_sm(kQuads) * attribute(cudaDevAttrMultiProcessorCount);
     const int64_t shared_bytes = int64_t{4} * (s.count_words + kWarps * s.words_of_warp);
-    if (wanted > 0)
-        launch<gate<kQuads>>("gate", static_cast<int>(wanted < most ? wanted : most), kThreads, shared_bytes, params, stream,
-                             can_start_early(stream));
+    launch<gate<kQuads>>("gate", static_cast<int>(std::min(divide_up(o.num_tokens, kWarps), most)), kThreads, shared_bytes, params, stream,
+                         can_start_early(stream));
 }
 
 }  // namespace

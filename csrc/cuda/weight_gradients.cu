@@ -10,6 +10,7 @@
 #include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/device/tensor_cores.cuh"
+#include "cuda/driver.h"
 #include "cuda/launch.h"
 
 namespace deepep_moe {
@@ -191,14 +192,11 @@ __global__ void __launch_bounds__(kThreads, 1) DEEPEP_MOE_PAIRS add_weight_gradi
 }  // namespace
 
 bool launch_add_weight_gradients(const GpuWeightGradientParams& p, void* stream) {
-    int device = 0, num_multiprocessors = 0;
     if (!runs_on_tensor_cores<add_weight_gradients>()) return false;
-    cudaError_t status = cudaGetDevice(&device);
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (status != cudaSuccess) throw std::runtime_error(std::string("cudaDeviceGetAttribute: ") + cudaGetErrorString(status));
     if (p.num_rows == 0) return true;
+    const int num_pairs = attribute(cudaDevAttrMultiProcessorCount) / kPair;
     const Launch launched{tile_map(p.a, p.num_rows, 2 * p.n, kDepth), tile_map(p.b, p.num_rows, 2 * p.k, kDepth), p};
-    launch<add_weight_gradients>("add_weight_gradients", num_multiprocessors / kPair * kPair, kThreads, kSharedBytes, launched, stream);
+    launch<add_weight_gradients>("add_weight_gradients", num_pairs * kPair, kThreads, kSharedBytes, launched, stream);
     return true;
 }
 

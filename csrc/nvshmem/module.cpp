@@ -3,7 +3,6 @@
 //
 // NVSHMEM ends the process if a call comes at the wrong time, so every function here checks `status` first. A "Collective" function is one
 // that all PEs must call in the same order; it returns after all have called it.
-#include <cuda_runtime_api.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,6 +16,7 @@
 
 #include <nvshmem_host.h>
 
+#include "cuda/driver.h"
 #include "nvshmem/rail.h"
 
 namespace py = pybind11;
@@ -30,10 +30,6 @@ constexpr const char* kSeeOutput = "; set NVSHMEM_DEBUG=INFO and read this proce
 int attached_device = -1;
 
 [[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
-
-void check_cuda(cudaError_t error, const char* call) {
-    if (error != cudaSuccess) fail(std::string(call) + " failed: " + cudaGetErrorString(error));
-}
 
 // Returns 0: not initialized, 1: bootstrapped and not initialized, 2 and more: initialized.
 int status() { return nvshmemx_init_status(); }
@@ -180,9 +176,7 @@ uint64_t mapped(uint64_t address, int pe) {
 
 // Returns whether kernels of a GPU see a network card's writes to its memory in the order of writing, without a call of the host.
 bool orders_network_writes(int device) {
-    int ordering = 0;
-    check_cuda(cudaDeviceGetAttribute(&ordering, cudaDevAttrGPUDirectRDMAWritesOrdering, device), "cudaDeviceGetAttribute");
-    return ordering >= cudaGPUDirectRDMAWritesOrderingOwner;
+    return attribute(cudaDevAttrGPUDirectRDMAWritesOrdering, device) >= cudaGPUDirectRDMAWritesOrderingOwner;
 }
 
 // Waits until everything that this process has put has arrived. It needs no other PE. Returns false past the deadline; then a thread that

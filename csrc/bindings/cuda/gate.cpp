@@ -1,6 +1,5 @@
 // Runs the GPU's gate for csrc/torch, and binds the functions around it. See deepep_moe/_C.pyi.
-#include <cuda_runtime_api.h>
-
+#include <array>
 #include <atomic>
 #include <stdexcept>
 #include <string>
@@ -19,20 +18,10 @@ struct alignas(64) FailureWord {
 };
 constexpr int kMaxDevices = 128;
 
-FailureWord* failure_words() {
-    static FailureWord* const words = [] {
-        void* memory = nullptr;
-        const cudaError_t status = cudaHostAlloc(&memory, kMaxDevices * sizeof(FailureWord), cudaHostAllocMapped | cudaHostAllocPortable);
-        if (status != cudaSuccess)
-            throw std::runtime_error(std::string("no memory of the host for the gate: ") + cudaGetErrorString(status));
-        return new (memory) FailureWord[kMaxDevices];
-    }();
-    return words;
-}
-
 unsigned long long* failure_word(int device) {
     if (device < 0 || device >= kMaxDevices) throw std::invalid_argument("device is " + std::to_string(device) + "; it must be 0 to 127");
-    return &failure_words()[device].value;
+    static auto& words = *new_pinned<std::array<FailureWord, kMaxDevices>>();
+    return &words[device].value;
 }
 
 unsigned long long failure(int device) { return std::atomic_ref(*failure_word(device)).load(std::memory_order_relaxed); }

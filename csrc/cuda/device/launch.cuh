@@ -4,29 +4,29 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
-#include <stdexcept>
 #include <string>
 
+#include "cuda/driver.h"
 #include "cuda/params.h"
 
 namespace deepep_moe {
 
 constexpr int kMaxDevices = 64;
 
-// Lets the kernel use all shared memory, once for each kernel and device.
+// Lets the kernel use all shared memory, once for each kernel and device. Throws std::runtime_error if CUDA fails, like the functions
+// below.
 template <auto kKernel>
-cudaError_t prepare() {
+void prepare() {
     static std::atomic<bool> is_prepared[kMaxDevices] = {};
-    int device = 0, most = 0;
-    cudaError_t status = cudaGetDevice(&device);
-    if (status != cudaSuccess || (device < kMaxDevices && is_prepared[device].load(std::memory_order_relaxed))) return status;
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+    if (device < kMaxDevices && is_prepared[device].load(std::memory_order_relaxed)) return;
     // All kernels ask for the same split of L1 and shared memory, because an SM must be idle to change it.
-    status = cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (status == cudaSuccess)
-        status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - kStaticSharedBytes);
-    if (status == cudaSuccess && device < kMaxDevices) is_prepared[device].store(true, std::memory_order_relaxed);
-    return status;
+    check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+               "cudaFuncSetAttribute");
+    const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - kStaticSharedBytes;
+    check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "cudaFuncSetAttribute");
+    if (device < kMaxDevices) is_prepared[device].store(true, std::memory_order_relaxed);
 }
 
 // Load a kernel now. Otherwise CUDA loads it at its first launch, and first waits for all running kernels. If one of these waits for the
@@ -34,9 +34,8 @@ cudaError_t prepare() {
 template <auto kKernel>
 void load() {
     cudaFuncAttributes attributes;
-    cudaError_t status = prepare<kKernel>();
-    if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, kKernel);
-    if (status != cudaSuccess) throw std::runtime_error(std::string("cudaFuncGetAttributes: ") + cudaGetErrorString(status));
+    prepare<kKernel>();
+    check_cuda(cudaFuncGetAttributes(&attributes, kKernel), "cudaFuncGetAttributes");
 }
 
 // Returns whether this GPU can start a kernel before the previous one on the stream has ended.
@@ -63,24 +62,23 @@ inline bool can_start_early(void* stream) {
 template <auto kKernel, class Params>
 void launch(const char* name, int blocks, int threads, int64_t shared_bytes, const Params& params, void* stream, bool early = false) {
     if (blocks == 0) return;
-    cudaError_t status = prepare<kKernel>();
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    prepare<kKernel>();
+    cudaLaunchAttribute serialization{};
+    serialization.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    serialization.val.programmaticStreamSerializationAllowed = 1;
     const auto queue = static_cast<cudaStream_t>(stream);
-    cudaLaunchConfig_t config{dim3(blocks), dim3(threads), static_cast<size_t>(shared_bytes), queue, &attribute, early};
-    if (status == cudaSuccess) status = cudaLaunchKernelEx(&config, kKernel, params);
-    if (status != cudaSuccess) throw std::runtime_error(std::string("launch of ") + name + " failed: " + cudaGetErrorString(status));
+    cudaLaunchConfig_t config{dim3(blocks), dim3(threads), static_cast<size_t>(shared_bytes), queue, &serialization, early};
+    const cudaError_t status = cudaLaunchKernelEx(&config, kKernel, params);
+    if (status != cudaSuccess) check_cuda(status, ("launch of " + std::string(name) + " failed").c_str());
 }
 
 // Returns how many blocks of a kernel one SM holds at once.
 template <auto kKernel>
 int blocks_per_multiprocessor(int threads, int64_t shared_bytes) {
     int blocks = 0;
-    cudaError_t status = prepare<kKernel>();
-    if (status == cudaSuccess) status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, threads, shared_bytes);
-    if (status != cudaSuccess)
-        throw std::runtime_error(std::string("cudaOccupancyMaxActiveBlocksPerMultiprocessor: ") + cudaGetErrorString(status));
+    prepare<kKernel>();
+    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, threads, shared_bytes),
+               "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
     return blocks;
 }
 

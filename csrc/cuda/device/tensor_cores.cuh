@@ -11,7 +11,6 @@
 
 #include "cuda/device/launch.cuh"
 #include "cuda/device/ptx.cuh"
-#include "cuda/driver.h"
 
 namespace deepep_moe {
 

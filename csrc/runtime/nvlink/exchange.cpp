@@ -7,7 +7,6 @@
 
 #include "cpu/wait.h"
 #include "cuda/launch.h"
-#include "runtime/nvlink/device.h"
 
 namespace deepep_moe {
 namespace {

@@ -1,7 +1,6 @@
 // Raises what the kernels of an exchange have reported, in terms of its calls, and settles.
 #include <algorithm>
 
-#include "runtime/nvlink/device.h"
 #include "runtime/nvlink/exchange.h"
 
 namespace deepep_moe {

@@ -4,7 +4,6 @@
 #include <stdexcept>
 
 #include "cuda/launch.h"
-#include "runtime/nvlink/device.h"
 #include "runtime/nvlink/exchange.h"
 #include "runtime/nvlink/fit.h"
 

@@ -5,7 +5,6 @@
 #include <thread>
 
 #include "common/errors.h"
-#include "runtime/nvlink/device.h"
 
 namespace deepep_moe {
 namespace {

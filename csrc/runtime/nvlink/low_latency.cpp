@@ -9,7 +9,6 @@
 
 #include "cuda/workspace.h"
 #include "common/signature.h"
-#include "runtime/nvlink/device.h"
 
 namespace deepep_moe {
 namespace {

@@ -10,7 +10,7 @@
 #include "common/errors.h"
 #include "cuda/launch.h"
 #include "runtime/nvlink/failures.h"
-#include "runtime/nvlink/low_latency_rail.h"
+#include "runtime/nvlink/rail.h"
 #include "runtime/nvlink/memory.h"
 #include "runtime/nvlink/streams.h"
 

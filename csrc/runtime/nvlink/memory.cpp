@@ -6,9 +6,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "cuda/driver.h"
-#include "runtime/nvlink/device.h"
-
 namespace deepep_moe {
 namespace {
 
@@ -37,6 +34,30 @@ void explained(const std::string& failure, const Do& it) {
 }
 
 }  // namespace
+
+void allocate_arrays(void** memory, std::span<const Array> arrays, const char* failure) {
+    const auto whole_lines = [](int64_t bytes) { return (bytes + 127) / 128 * 128; };
+    int64_t total = 0;
+    for (const auto& [pointer, bytes] : arrays) total += whole_lines(bytes);
+    check_cuda(cudaMalloc(memory, total), failure);
+    check_cuda(cudaMemset(*memory, 0, total), "cudaMemset");
+    auto* next = static_cast<std::byte*>(*memory);
+    for (const auto& [pointer, bytes] : arrays) *pointer = std::exchange(next, next + whole_lines(bytes));
+}
+
+DeviceGuard::DeviceGuard(int device) {
+    check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != device) check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = before_ != device;
+}
+
+DeviceGuard::DeviceGuard(int device, std::nothrow_t) noexcept {
+    changed_ = cudaGetDevice(&before_) == cudaSuccess && before_ != device && cudaSetDevice(device) == cudaSuccess;
+}
+
+DeviceGuard::~DeviceGuard() {
+    if (changed_) cudaSetDevice(before_);
+}
 
 // ---- addresses ----
 

@@ -1,17 +1,52 @@
-// Maps memory of the GPUs of one host: a rank's workspace and those of its peers.
+// Allocates memory of this GPU, and maps memory of the GPUs of one host: a rank's workspace and those of its peers.
 #pragma once
 
 #include <atomic>
 #include <memory>
+#include <new>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "cuda/driver.h"
 #include "cuda/waits.h"
 #include "common/types.h"
 #include "runtime/process.h"
 #include "runtime/nvlink/watch.h"
 
 namespace deepep_moe {
+
+// Returns a new T in host memory that kernels can write, with `more_bytes` behind it. cudaFreeHost frees it.
+template <class T>
+T* new_pinned(size_t more_bytes = 0) {
+    void* memory = nullptr;
+    check_cuda(cudaHostAlloc(&memory, sizeof(T) + more_bytes, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    return new (memory) T{};
+}
+
+// A pointer to be set, and the bytes that it will point to.
+using Array = std::pair<void**, int64_t>;
+template <class T>
+Array array_of(T** pointer, int64_t count) {
+    return {reinterpret_cast<void**>(pointer), count * static_cast<int64_t>(sizeof(T))};
+}
+// Allocate device memory for these arrays, zeroed, each on a boundary of 128 bytes. `memory` gets the whole, for cudaFree, also if an error
+// follows. `failure` begins the message of an error.
+void allocate_arrays(void** memory, std::span<const Array> arrays, const char* failure);
+
+// Sets the calling thread's device, and restores the old one at the end of the scope.
+class DeviceGuard {
+public:
+    explicit DeviceGuard(int device);
+    DeviceGuard(int device, std::nothrow_t) noexcept;  // for destructors, where the GPU may have failed
+    ~DeviceGuard();
+    DeviceGuard(const DeviceGuard&) = delete;
+
+private:
+    int before_ = 0;
+    bool changed_ = false;
+};
 
 constexpr int kMaxGpus = 8;  // ranks of one group on one host, each with a GPU
 

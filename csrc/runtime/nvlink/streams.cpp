@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "runtime/nvlink/device.h"
+#include "cuda/driver.h"
 
 namespace deepep_moe {
 
