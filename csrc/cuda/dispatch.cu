@@ -292,11 +292,11 @@ void launch_for(const GpuDispatchParams& p, int blocks, void* stream, bool early
 
 }  // namespace
 
-GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t wished_bytes, int64_t shared_bytes) {
+GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t shared_bytes) {
     const GpuSlotLayout slot(row_bytes, tail_bytes);
     GpuRing ring{std::min(wished.warps, kMaxRingWarps), wished.stages};
-    while (ring.stages > 3 && RingMemory::bytes(ring, slot) > wished_bytes) --ring.stages;
-    while (ring.warps > 1 && RingMemory::bytes(ring, slot) > wished_bytes) --ring.warps;
+    while (ring.stages > 3 && RingMemory::bytes(ring, slot) > tuning::kRingBytes) --ring.stages;
+    while (ring.warps > 1 && RingMemory::bytes(ring, slot) > tuning::kRingBytes) --ring.warps;
     if (ring.stages == 0 || RingMemory::bytes(ring, slot) > shared_bytes) return {kMaxRingWarps, 0};
     return ring;
 }

@@ -64,8 +64,8 @@ void launch_low_latency_control(const LowLatencyControlParams& params, void* str
 
 // ---- sizes ----
 
-// Return the ring for rows of this size: the wished one if it fits into `wished_bytes` of shared memory a block, else a smaller one, at
+// Return the ring for rows of this size: the wished one if it fits into tuning::kRingBytes of shared memory a block, else a smaller one, at
 // least three rows of one warp. If these do not fit into `shared_bytes`, the ring has no stages.
-GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t wished_bytes, int64_t shared_bytes);
+GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t shared_bytes);
 
 }  // namespace deepep_moe

@@ -107,7 +107,7 @@ struct Piece<DType::kFloat32> {
     }
 };
 
-template <class Pair, class Half, Half (*kStore)(float), float (*kLoad)(Half)>
+template <class Half, Half (*kStore)(float), float (*kLoad)(Half)>
 struct HalfPiece {
     static constexpr int kCount = 8;
     union Bits {
@@ -135,9 +135,9 @@ __device__ inline __half store_fp16(float x) { return __float2half_rn(x); }
 __device__ inline float load_fp16(__half x) { return __half2float(x); }
 
 template <>
-struct Piece<DType::kBFloat16> : HalfPiece<__nv_bfloat162, __nv_bfloat16, store_bf16, load_bf16> {};
+struct Piece<DType::kBFloat16> : HalfPiece<__nv_bfloat16, store_bf16, load_bf16> {};
 template <>
-struct Piece<DType::kFloat16> : HalfPiece<__half2, __half, store_fp16, load_fp16> {};
+struct Piece<DType::kFloat16> : HalfPiece<__half, store_fp16, load_fp16> {};
 
 // Compute the gradients of x, at `grad_x`, and of the weight, for row `row`, whose gradient is at `grad` (null: zeros). Each product and
 // sum is rounded to fp32, and the row once to its dtype. One warp calls it.

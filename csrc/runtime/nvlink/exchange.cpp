@@ -140,10 +140,9 @@ void NvlinkExchange::move_experts(GpuExpertSlotsParams params, const Signature& 
     meeting.cached = true;
     plan(meeting, signature, {}, false, stream);
     params.context = context();
-    const GpuRing wished = !tuning.uses_bulk_copies ? GpuRing{} : params.returns ? tuning::kRingOfGradients : tuning.ring;
     const int64_t row_bytes = params.unit * (params.returns ? static_cast<int64_t>(element_bytes(params.home_dtype)) : 1);
     const int64_t tail_bytes = params.returns ? params.unit * static_cast<int64_t>(element_bytes(params.slot_dtype)) : 0;
-    params.ring = fit_ring(wished, row_bytes, tail_bytes, tuning::kRingBytes, shared_bytes_ - kStaticSharedBytes);
+    params.ring = ring_of(params.returns ? tuning::kRingOfGradients : tuning.ring, row_bytes, tail_bytes);
     launch_expert_slots(params, stream);
 }
 
@@ -219,23 +218,22 @@ void NvlinkExchange::complete(GpuRouting& routing) const {
     routing = complete;
 }
 
-GpuDispatchParams NvlinkExchange::completed(GpuDispatchParams params) const {
+GpuRing NvlinkExchange::ring_of(const GpuRing& wished, int64_t row_bytes, int64_t tail_bytes) const {
+    return fit_ring(tuning.uses_bulk_copies ? wished : GpuRing{}, row_bytes, tail_bytes, shared_bytes_ - kStaticSharedBytes);
+}
+
+template <class Params>
+Params NvlinkExchange::completed(Params params, int64_t row_bytes, int64_t tail_bytes) const {
     complete(params.routing);
     params.context = context();
-    const GpuRing wished = tuning.uses_bulk_copies ? tuning.ring : GpuRing{};
-    params.ring = fit_ring(wished, params.row_bytes, params.scale_bytes, tuning::kRingBytes, shared_bytes_ - kStaticSharedBytes);
+    params.ring = ring_of(tuning.ring, row_bytes, tail_bytes);
     if (rail_ != nullptr) rail_->complete(params);
     return params;
 }
 
-GpuCombineParams NvlinkExchange::completed(GpuCombineParams params) const {
-    complete(params.routing);
-    params.context = context();
-    const GpuRing wished = tuning.uses_bulk_copies ? tuning.ring : GpuRing{};
-    const int64_t row_bytes = config_.hidden * static_cast<int64_t>(element_bytes(params.dtype));
-    params.ring = fit_ring(wished, row_bytes, params.tail_bytes(), tuning::kRingBytes, shared_bytes_ - kStaticSharedBytes);
-    params.max_tile_pieces = config_.num_ranks > 2 ? tuning::kPiecesForLink : tuning::kPiecesForMemory;
-    if (rail_ != nullptr) rail_->complete(params);
+GpuCombineParams NvlinkExchange::completed(const GpuCombineParams& call) const {
+    GpuCombineParams params = completed(call, row_bytes_of(call.dtype), call.tail_bytes());
+    params.max_tile_pieces = max_tile_pieces();
     return params;
 }
 
@@ -307,7 +305,7 @@ void NvlinkExchange::ask() const {
 // ---- launches ----
 
 void NvlinkExchange::launch(const GpuDispatchParams& call, int num_sms, bool sends, bool receives, cudaStream_t stream) {
-    GpuDispatchParams params = completed(call);
+    GpuDispatchParams params = completed(call, call.row_bytes, call.scale_bytes);
     const int most = num_sms_of_call();
     params.num_send_blocks = sends && config_.num_ranks > 1 ? std::min(num_sms, std::max(1, most / 2)) : 0;
     params.num_receive_blocks = receives ? std::clamp(most - params.num_send_blocks, 1, tuning.num_receive_blocks) : 0;
@@ -387,13 +385,16 @@ void NvlinkExchange::finish(const GpuCombineParams& call, cudaStream_t stream) {
     params.num_work_blocks = num_sms_of_call();
     if (rail_ != nullptr) {
         rail_->fork(stream);
-        move_on_rail(config_.hidden * static_cast<int64_t>(element_bytes(params.dtype)));
+        move_on_rail(row_bytes_of(params.dtype));
     }
     launch_combine(params, stream, false);
     join_rail(stream);
 }
 
-void NvlinkExchange::move_on_rail(int64_t row_bytes) { rail_->move(context(), num_tiles(row_bytes), num_rail_sms()); }
+// A row is summed in tiles.
+void NvlinkExchange::move_on_rail(int64_t row_bytes) {
+    rail_->move(context(), static_cast<int>(divide_up(row_bytes / 16, max_tile_pieces())), num_rail_sms());
+}
 
 // Returns the SMs for the exchange within the node: all except those of the rail's kernels, for which a combine's blocks wait.
 int NvlinkExchange::num_sms_of_call() const {
@@ -418,11 +419,6 @@ void NvlinkExchange::join(cudaStream_t stream) {
 
 void NvlinkExchange::join_rail(cudaStream_t stream) {
     if (rail_ != nullptr) rail_->join(stream);
-}
-
-// Returns the number of tiles in which a row is summed.
-int NvlinkExchange::num_tiles(int64_t row_bytes) const {
-    return static_cast<int>(divide_up(row_bytes / 16, config_.num_ranks > 2 ? tuning::kPiecesForLink : tuning::kPiecesForMemory));
 }
 
 // Returns whether a kernel may start while the plan runs. In a graph it may not, because it waits for the plan's number, which is the same

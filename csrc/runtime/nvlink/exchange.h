@@ -122,8 +122,12 @@ private:
     double node_timeout_s() const { return timeout_s_ * (config_.num_nodes == 1 ? 1.0 : 1.5); }
     GpuContext context() const;
     void complete(GpuRouting& routing) const;
-    GpuDispatchParams completed(GpuDispatchParams params) const;
-    GpuCombineParams completed(GpuCombineParams params) const;
+    GpuRing ring_of(const GpuRing& wished, int64_t row_bytes, int64_t tail_bytes) const;
+    template <class Params>
+    Params completed(Params params, int64_t row_bytes, int64_t tail_bytes) const;
+    GpuCombineParams completed(const GpuCombineParams& params) const;
+    int64_t row_bytes_of(DType dtype) const { return config_.hidden * static_cast<int64_t>(element_bytes(dtype)); }
+    int max_tile_pieces() const { return config_.num_ranks > 2 ? tuning::kPiecesForLink : tuning::kPiecesForMemory; }
     void allocate();
     void allocate_scratch();
     void release();
@@ -148,7 +152,6 @@ private:
     void join(cudaStream_t stream);
     void join_rail(cudaStream_t stream);
     bool follows_plan(cudaStream_t stream) const;
-    int num_tiles(int64_t row_bytes) const;
     int num_sms_of_call() const;
     int num_rail_sms() const;
     int max_segments() const;
