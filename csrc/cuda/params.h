@@ -41,7 +41,7 @@ struct GpuContext : GpuWaits {
     unsigned long long plan;  // the number of this call's plan; the host counts the plans that it launches
 };
 
-// The experts of tokens, and their weights, as the caller has them. Strides are in entries.
+// Holds the experts of tokens, as the caller has them. Strides are in entries.
 struct GpuTopkIdx {
     const void* topk_idx;  // [num_tokens, num_topk] int64 or int32
     int64_t token_stride, lane_stride;
@@ -53,6 +53,8 @@ struct GpuTopkIdx {
         return is_int64 ? static_cast<const int64_t*>(topk_idx)[at] : static_cast<const int32_t*>(topk_idx)[at];
     }
 };
+
+// Holds the weights of those experts likewise.
 struct GpuTopkWeights {
     const float* values;  // [num_tokens, num_topk], or nullptr
     int64_t token_stride, lane_stride;

@@ -3,7 +3,7 @@
 
 namespace deepep_moe {
 
-// Other parts of the module, which are in files of their own.
+// These bind other parts of the module, each in its own file.
 void bind_dense_routing(py::module_& m);
 void bind_experts(py::module_& m);
 void bind_gate(py::module_& m);
