@@ -7,9 +7,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from deepep_moe import _C
+from deepep_moe import _C, nvshmem_module
+from deepep_moe.group.rendezvous import Connectable
 from deepep_moe.group.settings import Settings
+
+if TYPE_CHECKING:
+    from deepep_moe.group.nvshmem_rail import Rail
 
 _BETWEEN_LOOKS_S = 0.05  # between looks at peers that have sent nothing
 
@@ -74,37 +79,54 @@ def _is_there(address: bytes) -> bool:
         return probe.connect_ex(address) != errno.ECONNREFUSED
 
 
-class GpuMemory:
-    """The `Suspendable` workspace of the backends for GPUs."""
+class GpuMemory(Connectable):
+    """The workspace of the backends for GPUs."""
 
     settings: Settings
     workspace_bytes: int
+    _native: "_C.NvlinkExchange | _C.NvlinkLowLatency"
+    """The owner of the workspace."""
     _mailbox: Mailbox
-
-    @property
-    def _owner(self) -> "_C.NvlinkExchange | _C.NvlinkLowLatency":
-        """Return the native object that owns the workspace."""
-        raise NotImplementedError
 
     def address(self) -> tuple[bytes, bytes]:
         """Return where this rank takes the descriptors of its peers, and what they must know of its workspace."""
         self._mailbox = Mailbox()
-        return self._mailbox.address, self._owner.handle()
+        return self._mailbox.address, self._native.handle()
 
     def connect(self, addresses: list[object]) -> None:
         """Map the workspaces of the ranks of this node. Raises OSError or RuntimeError if a GPU cannot reach another."""
         s = self.settings
         first = s.node * s.ranks_per_node
         boxes, handles = zip(*addresses[first : first + s.ranks_per_node], strict=True)
-        with self._mailbox.swap(self._owner.share, boxes, first, s.timeout_s) as descriptors:
-            self._owner.connect(handles, descriptors)
+        with self._mailbox.swap(self._native.share, boxes, first, s.timeout_s) as descriptors:
+            self._native.connect(handles, descriptors)
 
     def disconnect(self) -> None:
-        self._owner.disconnect()
+        self._native.disconnect()
 
     def free(self) -> int:
-        self._owner.free()
+        self._native.free()
         return self.workspace_bytes
 
     def resume(self) -> None:
-        self._owner.resume()
+        self._native.resume()
+
+
+class RailMemory(GpuMemory):
+    """The workspace of the backends over several nodes: rows cross through NVSHMEM's symmetric heap."""
+
+    why_not_suspend = nvshmem_module.WHY_NOT_SUSPEND
+    rail: "Rail"
+
+    def add_rail(self, shim: str, *, maps_node: bool = False) -> None:
+        """Get ready for `nvshmem_rail.make`, which allocates the symmetric memory. The arguments are those of `Rail`."""
+        from deepep_moe.group.nvshmem_rail import Rail  # it loads what only several nodes need
+
+        self.rail = Rail(self.settings, self._native, shim, maps_node=maps_node)
+        self.workspace_bytes += self.rail.num_bytes
+
+    def destroy(self) -> None:
+        """Free the memory once all puts of this rank have arrived. If they do not arrive before the deadline, the memory is never freed."""
+        self.rail.settle()
+        super().destroy()
+        self.rail.free()

@@ -4,7 +4,7 @@ import atexit
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from deepep_moe import nvshmem_module
 from deepep_moe.errors import BackendUnavailableError
 from deepep_moe.group import nvshmem_world
-from deepep_moe.group.rendezvous import Connectable, Introduction, connect, first_reason
+from deepep_moe.group.gpu_memory import RailMemory
+from deepep_moe.group.rendezvous import Introduction, connect, first_reason
 from deepep_moe.group.settings import Settings
 from deepep_moe.worker import at_end_of_process
 
@@ -90,15 +91,7 @@ class Rail:
             self._world = None
 
 
-class RailBackend(Connectable, Protocol):
-    """A backend over several nodes."""
-
-    rail: Rail
-
-    def destroy(self) -> None: ...
-
-
-_Backend = TypeVar("_Backend", bound=RailBackend)
+_Backend = TypeVar("_Backend", bound=RailMemory)
 
 
 def make(new: Callable[[], _Backend], settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> "_Backend | str":

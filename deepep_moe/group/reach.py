@@ -1,11 +1,15 @@
 """Finds which ranks are a node and which can reach each other's memory, from what the ranks have told."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
 
 from deepep_moe import _C
 from deepep_moe.errors import BackendUnavailableError
-from deepep_moe.group.rendezvous import Introduction
+from deepep_moe.group.rendezvous import Introduction, connect
 from deepep_moe.group.settings import Settings
 
 
@@ -83,8 +87,21 @@ def why_not_nvlink(peers: list[Introduction]) -> str | None:
     return f"ranks {without} see no CUDA device" if without else None
 
 
-def check_torch(peers: list[Introduction]) -> None:
-    """Raise BackendUnavailableError where GPUs could serve these ranks, and the module `_torch` of one is missing."""
+def serve_on_gpus(
+    name: str, make: Callable[[], Any], settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None"
+) -> Any:
+    """Return the backend `name`, "nvlink" or "nvshmem", that `make` makes, or the reason why it cannot serve these ranks. Collective.
+
+    Raises BackendUnavailableError where GPUs could serve, and the module `_torch` of a rank is missing."""
+    spans_nodes = name == "nvshmem"
+    reason = why_not_nvshmem(peers, settings) if spans_nodes else why_not_one_node(settings) or why_not_nvlink(peers)
+    if reason is not None:
+        return reason
     for rank, peer in enumerate(peers):
         if peer.lacks_torch:
             raise BackendUnavailableError(f"deepep_moe._torch of rank {rank} is {peer.lacks_torch}")
+    if not spans_nodes:
+        return connect(make, settings, group)
+    from deepep_moe.group import nvshmem_rail  # it loads what only several nodes need
+
+    return nvshmem_rail.make(make, settings, peers, group)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,28 +32,36 @@ _numbers = itertools.count()
 _TOLD_WITHIN_S = 0.2  # a rank whose connections end says within this time whom it waited for
 
 
-class Connectable(Protocol):
-    """An object with memory that other ranks reach. The methods that are not overridden do nothing."""
+class Connectable:
+    """A backend with memory that other ranks reach. The methods that are not overridden do nothing."""
+
+    why_not_suspend = ""
+    """The reason why the memory cannot be given back between calls; empty if it can."""
 
     def address(self) -> Any:
         """Return what peers need to reach this rank's memory."""
-        return None
 
     def connect(self, addresses: list[Any]) -> None:
         """Map the memory of all ranks; `addresses` by rank. Raises OSError, RuntimeError or ValueError where one cannot be reached."""
-        return None
 
     def disconnect(self) -> None:
         """Unmap the memory of the peers, as some rank could not map another's, unless mappings end with this object."""
-        return None
-
-    def free(self) -> object:
-        """Free this rank's memory, once no rank maps it."""
-        ...
 
     def seal(self) -> None:
         """Close this rank's memory to everybody else, once all ranks are connected."""
-        return None
+
+    def free(self) -> int:
+        """Give this rank's memory back, which no rank maps any more. Return its bytes."""
+        return 0
+
+    def resume(self) -> None:
+        """Make this rank's memory again, unless the next call takes it. Raises OSError or RuntimeError if there is none."""
+
+    def check(self) -> None:
+        """Raise the failure that an earlier call has reported, if any. On CPUs each call raises its own."""
+
+    def destroy(self) -> None:
+        """Leave the peers, and free all memory. No call comes after it."""
 
 
 _Backend = TypeVar("_Backend", bound=Connectable)

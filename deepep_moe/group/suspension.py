@@ -1,6 +1,6 @@
 """Memory of buffers that the ranks give back together, and make again together."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -24,26 +24,7 @@ class Memory(NamedTuple):
         return Memory(self.held + other.held, self.suspended + other.suspended)
 
 
-class Suspendable(Connectable, Protocol):
-    """A backend whose memory can be given back between calls."""
-
-    why_not_suspend: str = ""
-    """The reason why it cannot; empty if it can."""
-
-    def check(self) -> None:
-        """Raise the failure that an earlier call has reported, if any. On CPUs each call raises its own."""
-        return None
-
-    def free(self) -> int:
-        """Give this rank's memory back, which no rank maps any more. Return its bytes."""
-        ...
-
-    def resume(self) -> None:
-        """Make this rank's memory again, unless the next call takes it. Raises OSError or RuntimeError if there is none."""
-        return None
-
-
-def agree(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | None", num_calls: int, error: BaseException | None) -> None:
+def agree(backend: Connectable, settings: Settings, group: "dist.ProcessGroup | None", num_calls: int, error: BaseException | None) -> None:
     """Let all ranks agree to suspend. Collective. If one must not, nothing changes, and all ranks raise an error.
 
     `error`: why this rank must not suspend; it raises it, and its peers raise EPPeerError. Raises EPError if the backend cannot, and
@@ -58,7 +39,7 @@ def agree(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | 
     check_same([{"the number of calls made": number} for number, _ in votes], "call recover() on every rank, then suspend()")
 
 
-def release(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | None") -> Exception | None:
+def release(backend: Connectable, settings: Settings, group: "dist.ProcessGroup | None") -> Exception | None:
     """Unmap the memory of the peers, and wait until all ranks have done so; this rank's may then be freed. Collective. Return the failure
     that a GPU has reported of an earlier call."""
     failure: Exception | None = None
@@ -72,11 +53,11 @@ def release(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup 
     return failure
 
 
-def resume(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | None") -> None:
+def resume(backend: Connectable, settings: Settings, group: "dist.ProcessGroup | None") -> None:
     """Make the memory again and map that of the peers. Collective. If a rank cannot, no rank has memory, and all raise
     BufferSuspendedError."""
 
-    def make() -> Suspendable:
+    def make() -> Connectable:
         backend.resume()
         return backend
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from deepep_moe.errors import EPError
 from deepep_moe.event import Event
+from deepep_moe.group.rendezvous import Connectable
 from deepep_moe.group.settings import Settings
-from deepep_moe.group.suspension import Suspendable
 
 if TYPE_CHECKING:
     from deepep_moe._torch import LowLatencyCalls
@@ -22,7 +22,7 @@ NOT_RECEIVED = (
 )
 
 
-class LowLatencyBackend(Suspendable):
+class LowLatencyBackend(Connectable):
     """One way to move the rows. A call has two halves, sending and receiving."""
 
     name: str
@@ -62,15 +62,19 @@ class LowLatencyBackend(Suspendable):
         """Return the number of calls that this rank has sent or refused."""
         return int(self._native.num_calls)
 
+    def stream(self) -> tuple[int, ...]:
+        """Return the last arguments of native calls: on a GPU, the stream."""
+        return ()
+
     def mask(self, rank: int, masked: bool) -> None:
-        self._native.mask(rank, masked)
+        self._native.mask(rank, masked, *self.stream())
 
     def rejoin(self) -> None:
-        self._native.rejoin()
+        self._native.rejoin(*self.stream())
 
     def refuse(self, reason: str) -> None:
         """Tell the peers, who are or will be in the same call, why this rank refuses its arguments."""
-        self._native.refuse(reason)
+        self._native.refuse(reason, *self.stream())
 
     def is_untold(self, error: BaseException, num_calls: int) -> bool:
         """Return whether the peers are still to learn, by `refuse`, of an error that a call has raised, or its half that sends. `num_calls`

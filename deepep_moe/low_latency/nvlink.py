@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deepep_moe import _C, nvshmem_module, torch_module
+from deepep_moe import _C, torch_module
 from deepep_moe.device import call_stream
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.event import Event
-from deepep_moe.group.gpu_memory import GpuMemory
+from deepep_moe.group.gpu_memory import GpuMemory, RailMemory
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import unwatched
 from deepep_moe.low_latency.base import DESTROYED, LowLatencyBackend
@@ -34,10 +34,6 @@ class NvlinkLowLatencyBackend(GpuMemory, LowLatencyBackend):
         )  # fmt: skip
         super().__init__(settings, native)
         self.device = torch.device("cuda", index)
-
-    @property
-    def _owner(self) -> "_C.NvlinkLowLatency":
-        return self._native
 
     def open(self, statistics: Tensor) -> None:
         self.calls = torch_module.needed().LowLatencyCalls(self._native, statistics)
@@ -72,19 +68,12 @@ class NvlinkLowLatencyBackend(GpuMemory, LowLatencyBackend):
         if not torch.cuda.is_current_stream_capturing():  # where nobody may wait for a GPU; a failure stays
             self._native.check()
 
-    def mask(self, rank: int, masked: bool) -> None:
-        self._native.mask(rank, masked, self._stream())
-
-    def rejoin(self) -> None:
-        self._native.rejoin(self._stream())
+    def stream(self) -> tuple[int, ...]:
+        return (call_stream(self.device),)
 
     def refuse(self, reason: str) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            return  # nobody is in a call yet, and nobody may wait for a GPU now
-        self._native.refuse(reason, self._stream())
-
-    def _stream(self) -> int:
-        return call_stream(self.device)
+        if not torch.cuda.is_current_stream_capturing():  # then nobody is in a call yet, and nobody may wait for a GPU
+            super().refuse(reason)
 
     def destroy(self) -> None:
         if self.calls is not None:
@@ -93,22 +82,12 @@ class NvlinkLowLatencyBackend(GpuMemory, LowLatencyBackend):
         super().destroy()
 
 
-class NvshmemLowLatencyBackend(NvlinkLowLatencyBackend):
+class NvshmemLowLatencyBackend(RailMemory, NvlinkLowLatencyBackend):
     """Serves the ranks of a node as `NvlinkLowLatencyBackend` does. A row crosses once to each node of its experts, to the rank with the
     sender's index there, through NVSHMEM's symmetric heap (docs/design/low_latency_nodes.md)."""
 
     name = "nvshmem"
-    why_not_suspend = nvshmem_module.WHY_NOT_SUSPEND
 
     def __init__(self, settings: Settings, mask_stalled: bool):
-        from deepep_moe.group.nvshmem_rail import Rail  # it loads what only several nodes need
-
         super().__init__(settings, mask_stalled)
-        self.rail = Rail(settings, self._native, "low_latency_rail_shim", maps_node=True)
-        self.workspace_bytes += self.rail.num_bytes
-
-    def destroy(self) -> None:
-        """Free the memory once all puts of this rank have arrived. If they do not arrive before the deadline, the memory is never freed."""
-        self.rail.settle()
-        super().destroy()
-        self.rail.free()
+        self.add_rail("low_latency_rail_shim", maps_node=True)

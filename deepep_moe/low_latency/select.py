@@ -1,10 +1,12 @@
 """Selects the backend of a low-latency buffer by a rule that gives the same result on every rank."""
 
+from functools import partial
+
 import torch.distributed as dist
 
 from deepep_moe import _C
 from deepep_moe.errors import BackendUnavailableError
-from deepep_moe.group.reach import are_on_gpus, check_torch, why_not_nvlink, why_not_nvshmem, why_not_one_node, why_not_shm
+from deepep_moe.group.reach import are_on_gpus, serve_on_gpus, why_not_one_node, why_not_shm
 from deepep_moe.group.rendezvous import Introduction, connect
 from deepep_moe.group.settings import Settings
 from deepep_moe.low_latency.base import LowLatencyBackend
@@ -12,6 +14,7 @@ from deepep_moe.low_latency.nvlink import NvlinkLowLatencyBackend, NvshmemLowLat
 from deepep_moe.low_latency.shm import ShmLowLatencyBackend
 
 BACKENDS = ("auto", "shm", "nvlink", "nvshmem")
+_CLASSES = {"shm": ShmLowLatencyBackend, "nvlink": NvlinkLowLatencyBackend, "nvshmem": NvshmemLowLatencyBackend}
 
 
 def make_backend(
@@ -41,21 +44,10 @@ def _make(
     name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None", mask_stalled: bool
 ) -> LowLatencyBackend | str:
     """Return the backend, or the reason why it cannot serve these ranks."""
-    too_many = _why_too_many(peers, name)
-    if name == "nvshmem":
-        from deepep_moe.group import nvshmem_rail  # it loads what only several nodes need
-
-        reason = too_many or why_not_nvshmem(peers, settings)
-        if reason is None:
-            check_torch(peers)
-        return reason or nvshmem_rail.make(lambda: NvshmemLowLatencyBackend(settings, mask_stalled), settings, peers, group)
-    if name == "nvlink":
-        reason = why_not_nvlink(peers) or why_not_one_node(settings)
-        if reason is None:
-            check_torch(peers)
-        return reason or connect(lambda: NvlinkLowLatencyBackend(settings, mask_stalled), settings, group)
-    reason = too_many or why_not_shm(peers) or why_not_one_node(settings)
-    return reason or connect(lambda: ShmLowLatencyBackend(settings, mask_stalled), settings, group)
+    make, reason = partial(_CLASSES[name], settings, mask_stalled), _why_too_many(peers, name)
+    if reason is not None or name != "shm":
+        return reason or serve_on_gpus(name, make, settings, peers, group)
+    return why_not_shm(peers) or why_not_one_node(settings) or connect(make, settings, group)
 
 
 def _why_too_many(peers: list[Introduction], name: str) -> str | None:

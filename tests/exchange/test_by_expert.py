@@ -142,7 +142,7 @@ def test_failures_of_one_rank(rank, backend):
         dispatch_by_expert(buffer, x, idx, weights)
     with pytest.raises((ValueError, EPPeerError)) as kept:
         dispatch_by_expert(buffer, x, idx + 4, None)
-    communicator = buffer.calls.backend._exchange
+    communicator = buffer.calls.backend._native
     buffer.destroy()
     assert sys.getrefcount(communicator) == 2, "somebody keeps the communicator"  # beside this function and getrefcount
     assert kept.value is not None

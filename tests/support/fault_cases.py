@@ -167,8 +167,8 @@ def raising(method: Any, error: BaseException, is_after: bool) -> Any:
 @contextlib.contextmanager
 def unchecked(buffer: Any) -> Any:
     """Nobody looks at failures of the calls made meanwhile, as in a CUDA graph."""
-    communicator = buffer.calls.backend._exchange
-    with mock.patch.object(buffer.calls.backend, "_exchange", Replaced(communicator, check=lambda: None)):
+    communicator = buffer.calls.backend._native
+    with mock.patch.object(buffer.calls.backend, "_native", Replaced(communicator, check=lambda: None)):
         yield communicator
 
 
@@ -245,7 +245,7 @@ def fault(buffer: Buffer, moment: str, error: BaseException) -> Any:
     else:
         entries = ("plan", *MOVES[1:]) if isinstance(backend, ShmBackend) else MOVES
         before = entries if moment == "before entry" else MOVES if moment == "before rows" else ()
-        name, after = "_native" if isinstance(backend, NvlinkBackend) else "_exchange", MOVES if moment == "after rows" else ()
+        name, after = "_calls" if isinstance(backend, NvlinkBackend) else "_exchange", MOVES if moment == "after rows" else ()
         native = getattr(backend, name)
         faulty = Replaced(native, **{each: raising(getattr(native, each), error, each in after) for each in (*before, *after)})
     with mock.patch.object(backend, name, faulty):

@@ -10,7 +10,7 @@ from torch import Tensor
 from deepep_moe.errors import Cause, EPError, cause_of, describe
 from deepep_moe.event import Recorded
 from deepep_moe.exchange.handle import DispatchHandle
-from deepep_moe.group.suspension import Suspendable
+from deepep_moe.group.rendezvous import Connectable
 
 if TYPE_CHECKING:
     from deepep_moe._torch import Calls as NativeCalls
@@ -118,7 +118,7 @@ class Capabilities:
     """Columns of `DispatchHandle.recv_counts`."""
 
 
-class Backend(Suspendable):
+class Backend(Connectable):
     """One way to move rows. Every method is collective over the buffer's group, in the same order on every rank.
 
     Methods that do nothing here are for backends of GPUs, whose calls go on when they have returned.
@@ -192,9 +192,6 @@ class Backend(Suspendable):
         Raises the error of `check_usable`."""
         self.check_usable()
         return self.num_calls
-
-    def destroy(self) -> None:
-        raise NotImplementedError
 
 
 def tell_peers(backend: Backend, error: BaseException, has_entered: bool) -> None:

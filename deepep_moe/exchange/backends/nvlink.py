@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deepep_moe import _C, device, nvshmem_module, torch_module
+from deepep_moe import _C, device, torch_module
 from deepep_moe.device import DTYPES, call_stream, device_index
 from deepep_moe.errors import Cause, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.exchange.backends.base import (
@@ -26,7 +26,7 @@ from deepep_moe.exchange.backends.base import (
     tell_peers,
 )
 from deepep_moe.exchange.handle import DispatchHandle, PackedHandle, TracedHandle
-from deepep_moe.group.gpu_memory import GpuMemory
+from deepep_moe.group.gpu_memory import GpuMemory, RailMemory
 from deepep_moe.group.settings import Settings
 from deepep_moe.tuning import SETTINGS, Machine, Values
 
@@ -45,12 +45,13 @@ class NvlinkBackend(GpuMemory, Backend):
     """
 
     name = "nvlink"
+    _native: "_C.NvlinkExchange"
 
     def __init__(self, settings: Settings):
         self.settings = settings
         self.device: torch.device | None = torch.device("cuda", torch.cuda.current_device())
         shared = settings.lanes if settings.num_nodes == 1 else 1  # lanes of a token are one row on their way to a rank
-        self._exchange = _C.NvlinkExchange(
+        self._native = _C.NvlinkExchange(
             num_ranks=settings.num_ranks,
             rank=settings.rank % settings.ranks_per_node,
             num_nodes=settings.num_nodes,
@@ -65,43 +66,39 @@ class NvlinkBackend(GpuMemory, Backend):
             expert_slot_bytes=settings.expert_slot_bytes,
         )
         self.capabilities = Capabilities(device_types=(device.GPU,), can_scale=True, shares_rows=settings.num_nodes == 1)
-        self.workspace_bytes: int = self._exchange.workspace_bytes
-        self.fitted = Values(**{name: getattr(self._exchange.tuning, name) for name in SETTINGS})
+        self.workspace_bytes: int = self._native.workspace_bytes
+        self.fitted = Values(**{name: getattr(self._native.tuning, name) for name in SETTINGS})
         """Settings that the native code chose for the device, before any profile."""
-        self._native: NativeCalls = None  # type: ignore[assignment]  # until `native_calls`
+        self._calls: NativeCalls = None  # type: ignore[assignment]  # until `native_calls`
 
     @property
     def num_calls(self) -> int:
-        return self._exchange.num_calls
+        return self._native.num_calls
 
     @property
     def tuning(self) -> "_C.GpuTuning":
         """Return the settings by which kernels divide the GPU (`_C.GpuTuning`), for benchmarks and tests."""
-        return self._exchange.tuning
+        return self._native.tuning
 
     def use(self, values: Values) -> None:
         """Use these settings from the next call on. Results do not depend on them."""
         for name in SETTINGS:
-            setattr(self._exchange.tuning, name, getattr(values, name))
+            setattr(self._native.tuning, name, getattr(values, name))
 
     @property
     def machine(self) -> Machine:
         """Return the machine, as profiles name it."""
         name = torch.cuda.get_device_name(torch.cuda.current_device())
-        return Machine(name, self._exchange.num_multiprocessors, self.settings.num_ranks, self.settings.num_nodes)
+        return Machine(name, self._native.num_multiprocessors, self.settings.num_ranks, self.settings.num_nodes)
 
     def limit_sms(self, max_sms: int) -> None:
-        self._exchange.tuning.max_sms = max_sms
-
-    @property
-    def _owner(self) -> "_C.NvlinkExchange":
-        return self._exchange
+        self._native.tuning.max_sms = max_sms
 
     # ---- calls ----
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         """Make the whole call: csrc/runtime/nvlink/exchange.h has the sequence."""
-        output = self._native.dispatch(
+        output = self._calls.dispatch(
             args.x, args.x_scales, args.topk_idx, args.topk_weights, args.layout == "expert", args.expert_alignment, args.num_recv_rows,
             native_mode(args.mode),
         )  # fmt: skip
@@ -110,14 +107,14 @@ class NvlinkBackend(GpuMemory, Backend):
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
         scaling: tuple[Tensor | None, Tensor | None] = (None, None) if args.scaling is None else (args.scaling.weights, args.scaling.x)
-        output = self._native.dispatch_cached(
+        output = self._calls.dispatch_cached(
             args.x, args.x_scales, args.topk_weights, self._native_handle(args.handle), *scaling, native_mode(args.mode)
         )
         assert output is not None  # C++ declines no call that was checked
         return Rows(output.recv_x, output.recv_x_scales, output.recv_topk_weights, output.grad_weights), output
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
-        output = self._native.combine(
+        output = self._calls.combine(
             args.x, self._native_handle(args.handle), args.weights, args.bias, args.topk_weight_grads, args.options,
             native_mode(args.mode),
         )  # fmt: skip
@@ -125,12 +122,12 @@ class NvlinkBackend(GpuMemory, Backend):
         return output.combined_x, output.topk_weight_grads, output
 
     def expert_slots(self) -> Tensor:
-        exchange = self._exchange
+        exchange = self._native
         memory: Tensor = torch_module.needed().bytes_at(exchange.expert_slots, self.settings.expert_slot_bytes, self.device, exchange)
         return memory
 
     def move_experts(self, args: MoveExpertsArgs) -> None:
-        self._exchange.move_experts(
+        self._native.move_experts(
             copies=args.copies, slots=args.slots, home=args.home, returns=args.returns,
             slot_dtype=DTYPES[args.slots[0].dtype] if args.returns else DTYPES[torch.float32],
             home_dtype=DTYPES[args.home[0].dtype] if args.returns else DTYPES[torch.float32],
@@ -138,23 +135,23 @@ class NvlinkBackend(GpuMemory, Backend):
         )  # fmt: skip
 
     def _native_handle(self, handle: DispatchHandle) -> "NativeHandle":
-        native: NativeHandle = (handle.packed(self._native) if isinstance(handle, TracedHandle) else handle).native
+        native: NativeHandle = (handle.packed(self._calls) if isinstance(handle, TracedHandle) else handle).native
         return native
 
     def native_calls(self, number: int, mode: Mode) -> "NativeCalls":
         s = self.settings
-        self._native = torch_module.needed().Calls(
-            owner=self._exchange, number=number, num_topk=s.num_topk, num_max_tokens=s.num_max_tokens_per_rank,
+        self._calls = torch_module.needed().Calls(
+            owner=self._native, number=number, num_topk=s.num_topk, num_max_tokens=s.num_max_tokens_per_rank,
             num_sms=-1 if mode.num_sms is None else mode.num_sms, lanes=s.lanes, sums=s.sums, device=self.device,
             tell=partial(_tell, weakref.ref(self)),
         )  # fmt: skip
-        return self._native
+        return self._calls
 
     def allow_excess(self) -> None:
-        self._exchange.allows_excess = True
+        self._native.allows_excess = True
 
     def check(self) -> None:
-        self._exchange.check()
+        self._native.check()
         _C.gpu_gate_check(device_index(self.device))
 
     def take_failure(self) -> Exception | None:
@@ -162,57 +159,47 @@ class NvlinkBackend(GpuMemory, Backend):
             return None  # a capture must not wait for the GPU; the failure is kept for a later call
         failure = None
         try:
-            self._exchange.check()
+            self._native.check()
         except (EPPeerError, EPMismatchError, EPCapacityError, ValueError) as error:
             failure = error
-        self._exchange.check_untold()
+        self._native.check_untold()
         return failure
 
     def refuse(self, message: str, cause: Cause = Cause.OTHER) -> None:
         if torch.cuda.is_current_stream_capturing():
             return  # no peer is in a call yet, and a capture must not wait for the GPU
-        self._exchange.refuse(message, cause, call_stream(self.device))
+        self._native.refuse(message, cause, call_stream(self.device))
 
     def abandon(self, message: str) -> None:
         """Tell the peers `message` in their next call: the rows of this call have been sent. If a kernel has failed the call, they know
         it already."""
-        if not self._exchange.is_void:
+        if not self._native.is_void:
             self.refuse(message)
 
     def settle(self) -> int:
-        number = self._exchange.settle()
+        number = self._native.settle()
         with contextlib.suppress(ValueError):  # a gate may have read the rows of a failed call
             _C.gpu_gate_check(device_index(self.device))
         return number
 
     def destroy(self) -> None:
-        if self._native is not None:
-            self._native.release()
-        if self.settings.expert_slot_bytes and self._exchange is not None:
-            self._exchange.leave()  # tensors of the slots keep it
-        self._exchange = self._native = None  # type: ignore[assignment]  # no call comes after this
+        if self._calls is not None:
+            self._calls.release()
+        if self.settings.expert_slot_bytes and self._native is not None:
+            self._native.leave()  # tensors of the slots keep it
+        self._native = self._calls = None  # type: ignore[assignment]  # no call comes after this
 
 
-class NvshmemBackend(NvlinkBackend):
+class NvshmemBackend(RailMemory, NvlinkBackend):
     """Ranks of a node exchange rows as in `NvlinkBackend`. A row crosses once to each node of its experts, to the rank with the sender's
     index there, through NVSHMEM's symmetric heap. A combine adds rows in each node before the sums cross (docs/design/nvshmem.md)."""
 
     name = "nvshmem"
-    why_not_suspend = nvshmem_module.WHY_NOT_SUSPEND
 
     def __init__(self, settings: Settings):
-        from deepep_moe.group.nvshmem_rail import Rail  # it loads what only several nodes need
-
         super().__init__(settings)
         self.capabilities = replace(self.capabilities, can_scale=False)
-        self.rail = Rail(settings, self._exchange, "rail_shim")
-        self.workspace_bytes += self.rail.num_bytes
-
-    def destroy(self) -> None:
-        """Free the memory once all puts of this rank have arrived. If they do not arrive before the deadline, the memory is never freed."""
-        self.rail.settle()
-        super().destroy()
-        self.rail.free()
+        self.add_rail("rail_shim")
 
 
 def _tell(backend: "weakref.ref[NvlinkBackend]", error: BaseException, has_entered: bool) -> None:

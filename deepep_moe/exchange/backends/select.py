@@ -3,6 +3,7 @@
 import functools
 import logging
 from dataclasses import asdict
+from functools import partial
 
 import torch.distributed as dist
 
@@ -11,13 +12,14 @@ from deepep_moe.exchange.backends.base import Backend
 from deepep_moe.exchange.backends.collective import CollectiveBackend
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend, NvshmemBackend
 from deepep_moe.exchange.backends.shm import ShmBackend
-from deepep_moe.group.reach import are_on_gpus, check_torch, why_not_nvlink, why_not_nvshmem, why_not_one_node, why_not_shm
+from deepep_moe.group.reach import are_on_gpus, serve_on_gpus, why_not_shm
 from deepep_moe.group.rendezvous import Introduction, check_same, connect, gather_objects, hanging_up
 from deepep_moe.group.settings import Settings
 from deepep_moe.tuning import SETTINGS, Loaded, Profile, Shape, choose
 
 logger = logging.getLogger("deepep_moe")
 BACKENDS = ("auto", "shm", "nvlink", "nvshmem", "collective")
+_OF_GPUS = {"nvlink": NvlinkBackend, "nvshmem": NvshmemBackend}
 
 
 def _make(name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> Backend | str:
@@ -25,15 +27,8 @@ def _make(name: str, settings: Settings, peers: list[Introduction], group: "dist
     if name == "shm":
         num_channels = min(peer.num_threads for peer in peers)
         return why_not_shm(peers) or connect(lambda: ShmBackend(settings, num_channels), settings, group)
-    if name == "nvshmem":
-        from deepep_moe.group import nvshmem_rail  # it loads what only several nodes need
-
-        if (reason := why_not_nvshmem(peers, settings)) is None:
-            check_torch(peers)
-        return reason or nvshmem_rail.make(lambda: NvshmemBackend(settings), settings, peers, group)
-    if (reason := why_not_one_node(settings) or why_not_nvlink(peers)) is None:
-        check_torch(peers)
-    return reason or connect(lambda: NvlinkBackend(settings), settings, group)
+    made: Backend | str = serve_on_gpus(name, partial(_OF_GPUS[name], settings), settings, peers, group)
+    return made
 
 
 def make_backend(
