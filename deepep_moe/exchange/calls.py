@@ -171,25 +171,25 @@ class Calls:
         if torch.is_inference_mode_enabled():  # PyTorch counts no in-place changes of tensors made in inference mode
             with torch.inference_mode(False), torch.no_grad():
                 return self.dispatch(args)
-        self._refuse_second_caller()
-        with self._calling, unwatched():
-            backend = self._admit(check_dispatch, args)
-            args = self.refuse_on_failure(self._with_row_per_lane, backend, args)
-            num_calls = backend.num_calls
-            rows, handle, move = self._tell_on_failure(num_calls, partial(backend.plan, args))
-            self._move(args.mode, num_calls, move, args, rows, handle)
-            handle.seal()
-            return rows, handle
+        rows, handle = self._send("plan", check_dispatch, args)
+        handle.seal()
+        return rows, handle
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> Rows:
+        rows: Rows
+        (rows,) = self._send("dispatch_cached", check_cached_dispatch, args)
+        return rows
+
+    def _send(self, operation: str, check: Callable[[Any, Settings], None], args: _Sent) -> Any:
+        """Make the call by this method of the backend, and return its results."""
         self._refuse_second_caller()
         with self._calling, unwatched():
-            backend = self._admit(check_cached_dispatch, args)
+            backend = self._admit(check, args)
             args = self.refuse_on_failure(self._with_row_per_lane, backend, args)
             num_calls = backend.num_calls
-            rows, move = self._tell_on_failure(num_calls, partial(backend.dispatch_cached, args))
-            self._move(args.mode, num_calls, move, args, rows)
-            return rows
+            *results, move = self._tell_on_failure(num_calls, partial(getattr(backend, operation), args))
+            self._move(args.mode, num_calls, move, args, *results)
+            return results
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None]:
         """Return combined_x, and the gradients of topk_weights if `args` has some."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from operator import is_
+from functools import cached_property, partial
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -180,40 +180,13 @@ def traced(
     return TracedHandle(buffer_id, layout, expert_alignment, num_rows, *parts)
 
 
-def _shown(name: str) -> Any:
-    return property(lambda handle: getattr(handle.native, name))
-
-
-class _Kept:
-    """Do what `_shown` does, but keep the value after the first read: every call along the handle returns it."""
-
-    def __init__(self, name: str):
-        self._name = name
-
-    def __get__(self, handle: DispatchHandle, owner: object) -> object:
-        value = handle.__dict__[self._name] = getattr(handle.native, self._name)
-        return value
-
-
 class PackedHandle(DispatchHandle):
     """A handle that `deepep_moe._torch` has made. Its tensors are views of one allocation, made on access: four allocations would delay a
     host that waits for a GPU's counts."""
 
-    buffer_id: int = _shown("buffer_id")
-    layout: str = _shown("layout")
-    expert_alignment: int = _shown("expert_alignment")
-    num_rows: int = _shown("num_rows")
-    num_tokens: int = _shown("num_tokens")
-    topk_idx: Tensor = _shown("topk_idx")
-    recv_row_idx: Tensor = _shown("recv_row_idx")
-    recv_counts: Tensor = _shown("recv_counts")
-    num_recv_tokens_per_expert: Tensor = _Kept("num_recv_tokens_per_expert")  # type: ignore[assignment]
-    call: Tensor = _shown("call")
-    recv_topk_idx: Tensor | None = _shown("recv_topk_idx")
-    is_unchanged: bool = _shown("is_unchanged")
-    has_recv_topk_idx: bool = _shown("has_recv_topk_idx")
-    is_late: bool = _shown("is_late")  # type: ignore[misc]
     has_parts = True  # they cannot be set
+    # Every call along the handle returns it.
+    num_recv_tokens_per_expert = cached_property(attrgetter("native.num_recv_tokens_per_expert"))
 
     __slots__ = ("native",)
 
@@ -248,6 +221,11 @@ class PackedHandle(DispatchHandle):
 
 
 _set_native = PackedHandle.native.__set__  # a frozen class refuses plain assignment
+for _name in (
+    "buffer_id", "layout", "expert_alignment", "num_rows", "num_tokens", "topk_idx", "recv_row_idx", "recv_counts", "call", "recv_topk_idx",
+    "is_unchanged", "has_recv_topk_idx", "is_late",
+):  # fmt: skip
+    setattr(PackedHandle, _name, property(attrgetter(f"native.{_name}")))
 
 
 def _of_memory(native: "NativeHandle", _num_rows: int, memory: Tensor, call: Tensor) -> DispatchHandle:

@@ -4,7 +4,7 @@ Dispatch's backward is combine, combine's backward is a cached dispatch. Backwar
 keeps its rows, for the gradient of the weights. Backward calls run in the buffer's own mode.
 
 Only calls that PyTorch traces go through the operators. These take tensors and numbers only: the number of a buffer, the tensors of a
-handle, the fields of a mode. All other calls bypass PyTorch's dispatcher (`deepep_moe.library`).
+handle, the SMs of a mode. Each is over when it returns. All other calls bypass PyTorch's dispatcher (`deepep_moe.library`).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,19 +27,10 @@ from deepep_moe.ops.weighted import aligned, differentiable_scale_rows_backward,
 _Received = tuple[Tensor, Tensor | None, Tensor | None, DispatchHandle]
 """recv_x, recv_x_scales, recv_topk_weights, the handle."""
 _HANDLE = "Tensor[] handle, int buffer, str layout, int expert_alignment, SymInt num_rows"
-_MODE = "int num_sms, bool is_async, bool is_split"  # num_sms -1: the buffer's
 with torch.inference_mode(False):  # a backward saves it
     _NO_MEMORY = torch.empty(0, dtype=torch.int32, device="cpu")
-_OF_HANDLE_AND_MODE = [None] * 6, *[None] * 7
-"""The gradients of the arguments `_HANDLE` and `_MODE`."""
-
-
-def _mode_arguments(mode: Mode) -> tuple[int, bool, bool]:
-    return -1 if mode.num_sms is None else mode.num_sms, mode.is_async, mode.is_split
-
-
-def _mode(calls: Calls, num_sms: int, is_async: bool, is_split: bool) -> Mode:
-    return calls.mode_of(None if num_sms < 0 else num_sms, is_async, is_split)
+_OF_HANDLE_AND_SMS = [None] * 6, *[None] * 5
+"""The gradients of the arguments `_HANDLE` and `num_sms`."""
 
 
 def _call_operator(
@@ -135,9 +126,7 @@ def dispatch(
     tensors, how = (x, x_scales, topk_idx, topk_weights), (layout, expert_alignment, num_recv_rows)
     if not is_watched(tensors):
         return _differentiable(x, topk_weights, partial(_send, calls, DispatchArgs(mode, *tensors, *how, calls.number)))
-    recv_x, scales, idx, weights, *rest = _call_operator(
-        calls, torch.ops.deepep_moe.dispatch, tensors, calls.number, *how, *_mode_arguments(mode)
-    )
+    recv_x, scales, idx, weights, *rest = _call_operator(calls, torch.ops.deepep_moe.dispatch, tensors, calls.number, *how, mode.num_sms)
     handle = traced(calls.number, layout, expert_alignment, recv_x.shape[0], *rest, recv_topk_idx=idx if layout == "rank" else None)
     return recv_x, None if x_scales is None else scales, None if topk_weights is None else weights, handle
 
@@ -203,29 +192,27 @@ def _dispatch_gradients(ctx: Context, grad_recv_x: Tensor | None, grad_recv_topk
 
 define(
     "dispatch(Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? topk_weights, int buffer, str layout, int expert_alignment, "
-    f"SymInt num_recv_rows, {_MODE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "SymInt num_recv_rows, int? num_sms) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 def _dispatch_operator(
     x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, buffer: int, layout: str, expert_alignment: int,
-    num_recv_rows: int, num_sms: int, is_async: bool, is_split: bool,
+    num_recv_rows: int, num_sms: int | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights and the handle's tensors; empty tensors if they do not apply."""
     calls = calls_of(buffer)
     how = layout, expert_alignment, num_recv_rows
-    mode = _mode(calls, num_sms, is_async, is_split)
-    rows, handle = calls.dispatch(DispatchArgs(mode, x, x_scales, topk_idx, topk_weights, *how, buffer))
+    rows, handle = calls.dispatch(DispatchArgs(calls.mode_of(num_sms), x, x_scales, topk_idx, topk_weights, *how, buffer))
     recv_topk_idx = topk_idx.new_empty(0, topk_idx.shape[1]) if handle.recv_topk_idx is None else handle.recv_topk_idx
     recv_x, scales, weights = _filled(rows, topk_idx.shape[1], layout)
     tensors = _tensors(handle)
     if handle.native is None:
         tensors[-1] = topk_idx.new_empty(0, dtype=torch.int32)  # an operator may not return the tensor that all calls share
-    if not (is_async or is_split):  # an asynchronous call is in no graph, and has not written these yet
-        if handle.native is not None:
-            tensors[:-1] = [tensor.clone() for tensor in tensors[:-1]]  # an operator's outputs must not share memory
-        if num_recv_rows >= 0 and layout == "expert":  # then no shape depends on data
-            tensors[1] = torch.nn.functional.pad(tensors[1], (0, 0, 0, _num_slots(calls) - len(tensors[1])), value=-1)
+    else:
+        tensors[:-1] = [tensor.clone() for tensor in tensors[:-1]]  # an operator's outputs must not share memory
+    if num_recv_rows >= 0 and layout == "expert":  # then no shape depends on data
+        tensors[1] = torch.nn.functional.pad(tensors[1], (0, 0, 0, _num_slots(calls) - len(tensors[1])), value=-1)
     return recv_x, scales, recv_topk_idx, weights, *tensors
 
 
@@ -257,7 +244,7 @@ def _fake_rows(
 
 def _fake_dispatch(
     x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, buffer: int, layout: str, expert_alignment: int,
-    num_recv_rows: int, *_mode: object,
+    num_recv_rows: int, _num_sms: object,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     calls, context = calls_of(buffer), torch.library.get_ctx()
     is_expert, (num_tokens, num_topk) = layout == "expert", topk_idx.shape
@@ -292,7 +279,7 @@ def _dispatch_backward(
     ctx: Context, grad_recv_x: Tensor | None, _scales: object, _idx: object, grad_recv_topk_weights: Tensor | None, *_: object
 ) -> tuple[Tensor | None, ...]:
     grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
-    return grad_x, None, None, grad_topk_weights, *[None] * 7
+    return grad_x, None, None, grad_topk_weights, *[None] * 5
 
 
 # ---- dispatch along a handle ----
@@ -305,27 +292,25 @@ def dispatch_cached(
     tensors = (x, x_scales, topk_weights)
     if not is_watched(tensors):
         return _differentiable(x, topk_weights, partial(_send, calls, CachedDispatchArgs(mode, *tensors, handle)))[:3]
-    recv_x, scales, weights = _call_operator(
-        calls, torch.ops.deepep_moe.dispatch_cached, tensors, *_arguments(handle), *_mode_arguments(mode)
-    )
+    recv_x, scales, weights = _call_operator(calls, torch.ops.deepep_moe.dispatch_cached, tensors, *_arguments(handle), mode.num_sms)
     return recv_x, None if x_scales is None else scales, None if topk_weights is None else weights
 
 
-define(f"dispatch_cached(Tensor x, Tensor? x_scales, Tensor? topk_weights, {_HANDLE}, {_MODE}) -> (Tensor, Tensor, Tensor)")
+define(f"dispatch_cached(Tensor x, Tensor? x_scales, Tensor? topk_weights, {_HANDLE}, int? num_sms) -> (Tensor, Tensor, Tensor)")
 
 
 def _dispatch_cached_operator(
     x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: list[Tensor], buffer: int, layout: str, expert_alignment: int,
-    num_rows: int, num_sms: int, is_async: bool, is_split: bool,
+    num_rows: int, num_sms: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     calls, along = calls_of(buffer), _along(traced(buffer, layout, expert_alignment, num_rows, *handle))
-    rows = calls.dispatch_cached(CachedDispatchArgs(_mode(calls, num_sms, is_async, is_split), x, x_scales, topk_weights, along))
+    rows = calls.dispatch_cached(CachedDispatchArgs(calls.mode_of(num_sms), x, x_scales, topk_weights, along))
     return _filled(rows, handle[0].shape[1], layout)
 
 
 def _fake_dispatch_cached(
     x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: list[Tensor], buffer: int, layout: str, expert_alignment: int,
-    num_rows: int, *_mode: object,
+    num_rows: int, _num_sms: object,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return _fake_rows(x, x_scales, topk_weights, handle[0].shape[1], layout, num_rows)
 
@@ -339,7 +324,7 @@ def _dispatch_cached_backward(
     ctx: Context, grad_recv_x: Tensor | None, _scales: object, grad_recv_topk_weights: Tensor | None
 ) -> tuple[object, ...]:
     grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
-    return grad_x, None, grad_topk_weights, *_OF_HANDLE_AND_MODE
+    return grad_x, None, grad_topk_weights, *_OF_HANDLE_AND_SMS
 
 
 # ---- combine ----
@@ -357,7 +342,7 @@ def combine(
         bring_back = partial(calls.combine, CombineArgs(mode, *tensors, handle))
         kind = _CombineForQuantized if quantizes else _Combine
         return kind.apply(*tensors, handle, bring_back) if needs_gradients(tensors) else bring_back()
-    combined_x, grads = _call_operator(calls, torch.ops.deepep_moe.combine, tensors, *_arguments(handle), *_mode_arguments(mode))
+    combined_x, grads = _call_operator(calls, torch.ops.deepep_moe.combine, tensors, *_arguments(handle), mode.num_sms)
     return combined_x, None if topk_weight_grads is None else grads
 
 
@@ -442,15 +427,15 @@ def joined(rows: Sequence[Tensor], handle: DispatchHandle, hidden: int) -> Tenso
     return torch.cat([(part if part.layout is torch.strided else part.to_dense()).reshape(-1, hidden) for part in rows])
 
 
-define(f"combine(Tensor x, Tensor? weights, Tensor? bias, Tensor? topk_weight_grads, {_HANDLE}, {_MODE}) -> (Tensor, Tensor)")
+define(f"combine(Tensor x, Tensor? weights, Tensor? bias, Tensor? topk_weight_grads, {_HANDLE}, int? num_sms) -> (Tensor, Tensor)")
 
 
 def _combine_operator(
     x: Tensor, weights: Tensor | None, bias: Tensor | None, topk_weight_grads: Tensor | None, handle: list[Tensor], buffer: int,
-    layout: str, expert_alignment: int, num_rows: int, num_sms: int, is_async: bool, is_split: bool,
+    layout: str, expert_alignment: int, num_rows: int, num_sms: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     calls, along = calls_of(buffer), _along(traced(buffer, layout, expert_alignment, num_rows, *handle))
-    combined_x, grads = calls.combine(CombineArgs(_mode(calls, num_sms, is_async, is_split), x, weights, bias, topk_weight_grads, along))
+    combined_x, grads = calls.combine(CombineArgs(calls.mode_of(num_sms), x, weights, bias, topk_weight_grads, along))
     return combined_x, x.new_empty(0, handle[0].shape[1], dtype=torch.float32) if grads is None else grads
 
 
@@ -463,13 +448,13 @@ def _fake_combine(
 
 
 def _save_combine(ctx: Context, inputs: Inputs, output: tuple[Tensor, ...]) -> None:
-    x, weights, bias, topk_weight_grads, tensors, buffer, layout, expert_alignment, num_rows = inputs[:-3]
+    x, weights, bias, topk_weight_grads, tensors, buffer, layout, expert_alignment, num_rows, _ = inputs
     handle = _to_save(buffer, layout, expert_alignment, num_rows, tensors)
     _keep_combine(ctx, handle, x, weights, bias, output[0], None if topk_weight_grads is None else output[1])
 
 
 def _combine_backward(ctx: Context, grad_combined_x: Tensor | None, grad_grads: Tensor | None) -> tuple[object, ...]:
-    return *_combine_gradients(ctx, grad_combined_x, grad_grads), *_OF_HANDLE_AND_MODE
+    return *_combine_gradients(ctx, grad_combined_x, grad_grads), *_OF_HANDLE_AND_SMS
 
 
 register_operator("dispatch", _dispatch_operator, _fake_dispatch, _save_dispatch, _dispatch_backward)

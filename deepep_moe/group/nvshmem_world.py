@@ -34,9 +34,8 @@ class _Process:
 
     world: str = ""  # the name of the world, if this module made it
     broken: str = ""  # why no call of NVSHMEM may be made any more
-    addresses: dict[int, int] = field(default_factory=dict)  # addresses by allocation number, which is the same on all ranks
+    allocated: dict[int, tuple[int, int]] = field(default_factory=dict)  # address and bytes by number, which is the same on all ranks
     freed: set[int] = field(default_factory=set)  # allocations that other ranks have not freed yet
-    sizes: dict[int, int] = field(default_factory=dict)  # bytes by allocation number
     returned: int = 0  # bytes given back to the heap
     num_allocated: int = 0
     pid: int = 0  # the process that joined the world; a forked process is not part of it
@@ -63,11 +62,18 @@ class _Standing:
     variables: dict[str, str] = field(default_factory=dict)
 
 
-class _Ranks:
-    """The ranks of a group, which tell each other how they fare."""
+class World:
+    """The NVSHMEM world of a group.
 
-    def __init__(self, settings: Settings, group: "dist.ProcessGroup | None"):
-        self.settings, self._group = settings, group
+    pe_of: [num_ranks], the PE of each rank. version: that of NVSHMEM. variables: the environment variables that were set for it.
+    num_hosts: over several hosts, a network card writes to symmetric memory."""
+
+    pe_of: tuple[int, ...]
+    version: str
+    variables: dict[str, str]
+
+    def __init__(self, module: Any, settings: Settings, group: "dist.ProcessGroup | None", num_hosts: int):
+        self.module, self.settings, self.num_hosts, self._group = module, settings, num_hosts, group
 
     def gather(self, error: str | None, value: Any, phase: str, read: Callable[[Any], _Message], after_s: float = 0.0) -> list[_Message]:
         """Return `read(value)` for the `value` of every rank, by rank. Raises BackendUnavailableError, on all ranks alike, where one has an
@@ -81,20 +87,8 @@ class _Ranks:
         with hanging_up(self._group):
             deadline_s = self.settings.timeout_s + after_s
             outcomes = gather_objects(own_outcome, self._group, self.settings.num_ranks, phase, deadline_s, read_outcome)
-        _refuse(_first_reason([reason for reason, _ in outcomes]))
+        _refuse_first([reason for reason, _ in outcomes])
         return [theirs for _, theirs in outcomes if theirs is not None]
-
-
-class World:
-    """The NVSHMEM world of a group.
-
-    pe_of: [num_ranks], the PE of each rank. version: that of NVSHMEM. variables: the environment variables that were set for it.
-    num_hosts: over several hosts, a network card writes to symmetric memory."""
-
-    def __init__(self, module: Any, ranks: _Ranks, pe_of: list[int], variables: dict[str, str], num_hosts: int):
-        self.num_hosts = num_hosts
-        self.pe_of, self.version, self.variables = tuple(pe_of), nvshmem_module.dotted(module.version_found()), variables
-        self._module, self._ranks = module, ranks
 
     def allocate(self, num_bytes: int) -> int:
         """Return the address of `num_bytes` of the symmetric heap, zero on every rank. Collective.
@@ -103,33 +97,33 @@ class World:
         sizes or if the heap of one rank is exhausted.
         """
         with _whole("an allocation of symmetric memory", BackendUnavailableError):
-            request = [num_bytes, self._module.free_bytes(), *sorted(_process.freed)]
-            asked = self._ranks.gather(_process.broken or None, request, "request of symmetric memory", list)
+            request = [num_bytes, self.module.free_bytes(), *sorted(_process.freed)]
+            asked = self.gather(_process.broken or None, request, "request of symmetric memory", list)
             sizes = [size for size, *_ in asked]
             if len(set(sizes)) > 1:
                 listed = _by_rank(sizes)
                 _refuse(f"ranks ask for different sizes of symmetric memory, in bytes ({listed}); create the Buffer with the same values")
             for number in sorted(set.intersection(*(set(freed) for _, _, *freed in asked))):
-                self._module.free(_process.addresses.pop(number))
+                address, size = _process.allocated.pop(number)
+                self.module.free(address)
                 _process.freed.remove(number)
-                _process.returned += _process.sizes.pop(number)
+                _process.returned += size
             # NVSHMEM does not survive a request that is larger than the GPU's memory: its barrier fails when the process ends.
             rooms = [free + _process.returned for _, free, *_ in asked]
-            _refuse(_first_reason([f"{_NO_ROOM.format(num_bytes)}: its GPU has {room}" if num_bytes > room else None for room in rooms]))
+            _refuse_first([f"{_NO_ROOM.format(num_bytes)}: its GPU has {room}" if num_bytes > room else None for room in rooms])
             number, error = _process.num_allocated, None
             _process.num_allocated += 1
             try:
-                _process.addresses[number] = self._module.allocate(num_bytes)
-                _process.sizes[number] = num_bytes
+                _process.allocated[number] = self.module.allocate(num_bytes), num_bytes
             except RuntimeError as failure:  # some ranks have failed: the others cannot free their memory, which is collective
                 error = str(failure)
-            self._ranks.gather(error, 0, "allocation of symmetric memory", int)
-            return _process.addresses[number]
+            self.gather(error, 0, "allocation of symmetric memory", int)
+            return _process.allocated[number][0]
 
     def free(self, address: int) -> None:
         """Let go of what `allocate` returned. Waits for no rank: the heap has it back with the first allocation after all ranks have freed
         it. NVSHMEM keeps the memory for its heap in any case."""
-        for number, one in _process.addresses.items():
+        for number, (one, _) in _process.allocated.items():
             if one == address and number not in _process.freed:
                 _process.freed.add(number)
                 return
@@ -137,7 +131,7 @@ class World:
 
     def mapped(self, address: int, rank: int) -> int:
         """Return where this GPU reaches, by loads, what another rank has at `address` of its symmetric heap; 0 where it does not."""
-        mapped: int = self._module.mapped(address, self.pe_of[rank])
+        mapped: int = self.module.mapped(address, self.pe_of[rank])
         return mapped
 
 
@@ -147,20 +141,19 @@ def join(settings: Settings, group: "dist.ProcessGroup | None", *, hosts: list[s
     `hosts`: of each rank; `device`: this rank's CUDA device; `heap_bytes`: what NVSHMEM_SYMMETRIC_SIZE becomes, unless it is set. Raises
     BackendUnavailableError with the reason and what to do, on all ranks alike; EPTimeoutError for a rank that does not answer.
     """
-    defaults, group_ranks = _variables(hosts, heap_bytes), _Ranks(settings, group)
-    module = nvshmem_module.load()
-    state = _standing(module, device, defaults)
-    ranks = group_ranks.gather(state.error, asdict(state), "what ranks have of NVSHMEM", lambda fields: _Standing(**fields))
+    defaults, module = _variables(hosts, heap_bytes), nvshmem_module.load()
+    world, state = World(module, settings, group, len(set(hosts))), _standing(module, device, defaults)
+    ranks = world.gather(state.error, asdict(state), "what ranks have of NVSHMEM", lambda fields: _Standing(**fields))
     _refuse(_why_not(ranks, hosts))
     assert not isinstance(module, str) and device is not None
     exists = state.status >= _INITIALIZED
-    variables = {} if exists else config.set_unless_given(defaults)
+    world.variables = {} if exists else config.set_unless_given(defaults)
     with _whole("NVSHMEM's initialization"):
-        pe_of = (_attach if exists else _start)(module, group_ranks, device)
-    world = World(module, group_ranks, pe_of, variables, len(set(hosts)))
+        world.pe_of = tuple((_attach if exists else _start)(world, device))
+    world.version = nvshmem_module.dotted(module.version_found())
     _process.pid, _process.rank, _process.timeout_s = os.getpid(), settings.rank, settings.timeout_s
     if settings.rank == 0:
-        logger.info("NVSHMEM %s: %d PEs, environment variables set: %s", world.version, settings.num_ranks, variables or "none")
+        logger.info("NVSHMEM %s: %d PEs, environment variables set: %s", world.version, settings.num_ranks, world.variables or "none")
     return world
 
 
@@ -246,25 +239,25 @@ def _why_not_existing(ranks: list[_Standing]) -> str | None:
     )
 
 
-def _attach(module: Any, ranks: _Ranks, device: int) -> list[int]:
+def _attach(world: World, device: int) -> list[int]:
     """Use the world that exists; return the PE of each rank."""
-    settings = ranks.settings
-    error = _within(settings.timeout_s, lambda: module.attach(device))
-    return ranks.gather(error, module.my_pe(), "use of the NVSHMEM that exists", int, settings.timeout_s)
+    timeout_s = world.settings.timeout_s
+    error = _within(timeout_s, lambda: world.module.attach(device))
+    return world.gather(error, world.module.my_pe(), "use of the NVSHMEM that exists", int, timeout_s)
 
 
-def _start(module: Any, ranks: _Ranks, device: int) -> list[int]:
+def _start(world: World, device: int) -> list[int]:
     """Make the world; return the PE of each rank."""
-    settings, error, own_id = ranks.settings, None, b""
+    module, settings, error, own_id = world.module, world.settings, None, b""
     if settings.rank == 0:
         try:
             own_id = module.unique_id()
         except RuntimeError as failure:
             error = str(failure)
-    unique_id = ranks.gather(error, own_id, "unique id of NVSHMEM", bytes)[0]
+    unique_id = world.gather(error, own_id, "unique id of NVSHMEM", bytes)[0]
     error = _within(settings.timeout_s, lambda: module.init(unique_id, settings.rank, settings.num_ranks, device))
     pe = module.my_pe() if error is None else -1
-    pe_of = ranks.gather(error, pe, "initialization of NVSHMEM", int, settings.timeout_s)
+    pe_of = world.gather(error, pe, "initialization of NVSHMEM", int, settings.timeout_s)
     if sorted(pe_of) != list(range(settings.num_ranks)):
         _refuse(f"NVSHMEM gave the ranks the PEs {pe_of}, and not each of 0 to {settings.num_ranks - 1}; start the processes again")
     _process.world = hashlib.sha256(unique_id).hexdigest()
@@ -311,13 +304,11 @@ def _refuse(reason: str | None) -> None:
         raise BackendUnavailableError(f"NVSHMEM cannot serve these ranks: {reason}")
 
 
-def _first_reason(reasons: list[str | None]) -> str | None:
-    """Return the first reason, and the ranks that have it."""
-    first = next((reason for reason in reasons if reason), None)
-    if first is None:
-        return None
-    ranks = [rank for rank, reason in enumerate(reasons) if reason == first]
-    return f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {first}"
+def _refuse_first(reasons: list[str | None]) -> None:
+    """Refuse for the first reason, with the ranks that have it, unless there is none."""
+    if first := next(filter(None, reasons), None):
+        ranks = [rank for rank, reason in enumerate(reasons) if reason == first]
+        _refuse(f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {first}")
 
 
 def _by_rank(values: list[Any]) -> str:

@@ -253,11 +253,11 @@ def test_operators_pass_opcheck(layout):
     x, weights = torch.randn(5, 8, requires_grad=True), torch.rand(5, 2, requires_grad=True)
     idx = torch.tensor([[0, 1], [2, -1], [3, 0], [-1, -1], [1, 2]])
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    number, mode = buffer.calls.number, (-1, False, False)
-    torch.library.opcheck(torch.ops.deepep_moe.dispatch, (x, None, idx, weights, number, layout, 2, -1, *mode), test_utils=tests)
+    number = buffer.calls.number
+    torch.library.opcheck(torch.ops.deepep_moe.dispatch, (x, None, idx, weights, number, layout, 2, -1, None), test_utils=tests)
     handle = buffer.dispatch(x.detach(), idx, layout=layout, expert_alignment=2).handle
     tensors = [handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert, handle.call]
-    rest = ([*tensors, torch.empty(0, dtype=torch.int32)], number, layout, 2, handle.num_rows, *mode)
+    rest = ([*tensors, torch.empty(0, dtype=torch.int32)], number, layout, 2, handle.num_rows, None)
     torch.library.opcheck(torch.ops.deepep_moe.dispatch_cached, (x, None, weights, *rest), test_utils=tests)
     rows = torch.randn(handle.num_rows, 8, requires_grad=True)
     row_weights = torch.rand(handle.num_rows, requires_grad=True)
