@@ -24,20 +24,6 @@ class Process:
 def build_info() -> dict[str, bool | str]: ...
 def running(pid: int) -> Process: ...
 
-# copies of hot experts (csrc/common/copy_plan.h)
-
-def plan_copies(
-    topk_idx: Tensor,
-    counts: Tensor,
-    copies: Tensor,
-    rows: Tensor,
-    physical_topk_idx: Tensor,
-    rank: int,
-    cost: int,
-    capacity: int,
-    stream: int | None,
-) -> None: ...
-
 # exchange (csrc/runtime/shm/exchange.h); `args` and `rows` are of exchange/backends/base.py
 
 class ShmExchange:
@@ -268,6 +254,17 @@ MAX_GPU_GATE_EXPERTS: int
 
 def gpu_gate_check(device: int) -> None: ...
 def gpu_kernel_shim() -> object: ...
+def gpu_plan_copies(
+    topk_idx: Tensor,
+    counts: Tensor,
+    copies: Tensor,
+    rows: Tensor,
+    physical_topk_idx: Tensor,
+    rank: int,
+    cost: int,
+    capacity: int,
+    stream: int,
+) -> None: ...
 def gpu_top2(
     gates: Tensor,
     scores: Tensor,

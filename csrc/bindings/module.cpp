@@ -1,7 +1,6 @@
 // Makes the native module. Each part has a file of bindings.
 #include "bindings/bindings.h"
 
-void bind_copies(py::module_& m);
 void bind_exchange(py::module_& m);
 #if defined(DEEPEP_MOE_CUDA)
 constexpr bool kHasCuda = true;
@@ -20,7 +19,6 @@ PYBIND11_MODULE(_C, m) {
         return py::dict("compiler"_a = __VERSION__, "shm"_a = true, "nvlink"_a = kHasCuda, "nvshmem"_a = false, "collective"_a = true,
                         "found_nvcc"_a = kHasCuda, "found_nvshmem"_a = DEEPEP_MOE_FOUND_NVSHMEM);
     });
-    bind_copies(m);
     bind_exchange(m);
     bind_low_latency(m);
     bind_gpu(m);

@@ -1,4 +1,5 @@
-// Plans copies of hot experts and rewrites top-k entries, in one kernel. It shares the arithmetic of common/copy_plan.h with the CPU.
+// Plans copies of hot experts and rewrites top-k entries, in one kernel. deepep_moe/reference/copies.py defines it, and serves CPUs. A slot
+// is a number below num_ranks * num_slots, the slots of all ranks in order.
 //
 //   Every block makes the same plan: a warp makes the candidate of one threshold, and the best stays. So no block waits for another.
 //
@@ -16,10 +17,67 @@
 namespace deepep_moe {
 namespace {
 
+constexpr int kCopyThresholds = 32;
 constexpr int kWarps = kCopyThresholds, kThreads = 32 * kWarps;
 constexpr int kMostBlocks = 64;
 constexpr int kLoads = 8;  // loads that a thread has in flight
 
+__device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+
+// Holds the largest of some values, and its index.
+struct Largest {
+    int value, index;
+};
+
+// Scores a plan. Lower is better.
+struct CopyScore {
+    int64_t value;  // the objective, or kMisfit + the largest load if the plan does not fit
+    int num_copies;
+
+    static constexpr int64_t kMisfit = int64_t{1} << 60;
+    __device__ bool fits() const { return value < kMisfit; }
+    __device__ bool is_better_than(const CopyScore& other) const {
+        return value != other.value ? value < other.value : num_copies < other.num_copies;
+    }
+};
+
+// Returns the score of a plan with this largest load, in which a rank sends or gets at most `most_moves` copies.
+__device__ CopyScore copy_score(const CopyPlanParams& p, int load, int most_moves, int num_copies) {
+    return {p.capacity >= 0 && load > p.capacity ? CopyScore::kMisfit + load : load + int64_t{p.cost} * most_moves, num_copies};
+}
+
+// Holds a plan while it is made.
+struct CopyCandidate {
+    int32_t *copies, *rows;       // [all_slots]
+    int32_t* left;                // [num_experts] rows that stay at home
+    int32_t *loads, *sent, *got;  // [num_ranks] rows of the rank, copies that it sends, copies that it gets
+
+    static DEEPEP_MOE_HD int words(const CopyPlanParams& p) { return 2 * p.all_slots() + p.num_experts + 3 * p.num_ranks; }
+    DEEPEP_MOE_HD CopyCandidate(const CopyPlanParams& p, int32_t* memory)
+        : copies(memory),
+          rows(copies + p.all_slots()),
+          left(rows + p.all_slots()),
+          loads(left + p.num_experts),
+          sent(loads + p.num_ranks),
+          got(sent + p.num_ranks) {}
+};
+
+// Returns the i-th threshold for these loads without copies.
+__device__ int copy_threshold(const CopyPlanParams& p, const int32_t* loads, int i) {
+    unsigned total = 0;
+    int top = 0;
+    for (int rank = 0; rank < p.num_ranks; ++rank) {
+        total += static_cast<unsigned>(loads[rank]);
+        if (loads[rank] > top) top = loads[rank];
+    }
+    const int mean = static_cast<int>((total + p.num_ranks - 1) / static_cast<unsigned>(p.num_ranks));
+    if (p.capacity >= 0 && p.capacity < top) top = p.capacity > mean ? p.capacity : mean;
+    return mean + static_cast<int>(int64_t{i} * (top - mean) / kCopyThresholds);
+}
+
+// The threads of a warp, which make a plan together. `largest(count, value)` returns to each the largest of value(0) ..., which are not
+// negative, and its lowest index. `each(count, work)` divides the indices among them. `once(work)` runs in one of them. Both end when all
+// see what was written.
 struct WarpTeam {
     const int lane = threadIdx.x % 32;
 
@@ -45,6 +103,87 @@ struct WarpTeam {
         __syncwarp();
     }
 };
+
+// Makes a plan as `fill` of the reference does, or without `fills` as `spread` does, from the rows of each expert and each rank's load
+// without copies.
+__device__ CopyScore make_copies(const WarpTeam& team, const CopyPlanParams& p, const CopyCandidate& c, const int32_t* num_rows,
+                                 const int32_t* loads, int threshold, bool fills) {
+    team.each(p.all_slots(), [&](int slot) { c.copies[slot] = -1, c.rows[slot] = 0; });
+    team.each(p.num_experts, [&](int expert) { c.left[expert] = num_rows[expert]; });
+    team.each(p.num_ranks, [&](int rank) { c.loads[rank] = loads[rank], c.sent[rank] = c.got[rank] = 0; });
+    const int num_local = p.num_local(), least = fills || p.cost < 1 ? 1 : p.cost;
+    const auto above_zero = [](int value) { return value > 0 ? value : 0; };
+    const auto has_slot = [&](int rank) { return c.got[rank] < p.num_slots; };
+    uint64_t gives_no_more = 0;  // bit r: rank r has no expert left that is worth a copy
+    int num_copies = 0;
+    Largest excess{}, room{};  // the donor's excess and the receiver's room
+    while (true) {
+        const bool is_filling = fills && room.value > 0 && has_slot(room.index);
+        if (!is_filling) {
+            excess = team.largest(p.num_ranks, [&](int r) { return gives_no_more >> r & 1 ? 0 : above_zero(c.loads[r] - threshold); });
+            room = team.largest(p.num_ranks, [&](int r) { return has_slot(r) ? above_zero(threshold - c.loads[r]) : 0; });
+            if (smaller(excess.value, room.value) < least) break;
+        }
+        const int donor = excess.index, first = donor * num_local;
+        const Largest left = team.largest(num_local, [&](int i) { return above_zero(c.left[first + i]); });
+        if (left.value < least) {
+            gives_no_more |= uint64_t{1} << donor;
+            room.value = 0;
+            continue;
+        }
+        const int taken = smaller(smaller(left.value, room.value), fills ? room.value : excess.value);
+        team.once([&] {
+            const int slot = room.index * p.num_slots + c.got[room.index]++;
+            c.copies[slot] = first + left.index, c.rows[slot] = taken;
+            c.left[first + left.index] -= taken, c.loads[donor] -= taken, c.loads[room.index] += taken;
+            ++c.sent[donor];
+        });
+        room.value -= taken;
+        ++num_copies;
+    }
+    const int load = team.largest(p.num_ranks, [&](int r) { return above_zero(c.loads[r]); }).value;
+    const int moves = team.largest(p.num_ranks, [&](int r) { return c.sent[r] > c.got[r] ? c.sent[r] : c.got[r]; }).value;
+    return copy_score(p, load, moves, num_copies);
+}
+
+// Says to which copies the rows of a source rank go. An expert's rows fill its first copy, then the next, and the rest goes home.
+struct CopyShares {
+    int32_t* first;  // [num_experts] the slot of the expert's first copy, or -1
+    int32_t* next;   // [all_slots] the slot of the next copy of the same expert, or -1
+    int32_t* ends;   // [all_slots] how many of the source rank's rows of the expert this copy and those before take
+
+    __device__ int target(const CopyPlanParams& p, int64_t expert, int row) const {
+        int slot = first[expert];
+        while (slot >= 0 && row >= ends[slot]) slot = next[slot];
+        return slot >= 0 ? p.physical_slot(slot) : p.physical_home(static_cast<int>(expert));
+    }
+};
+
+// Set the shares of an expert. The rows that copies take are subtracted from the counts `left` [num_ranks, num_experts].
+__device__ void share_rows(const CopyPlanParams& p, const int32_t* copies, const int32_t* rows, int expert, int32_t* left,
+                           const CopyShares& shares) {
+    const int home = expert / p.num_local();
+    int32_t* link = shares.first + expert;
+    int end = 0;
+    for (int slot = 0; slot < p.all_slots(); ++slot) {
+        if (copies[slot] != expert) continue;
+        int quota = rows[slot];
+        const auto take_from = [&](int source) {
+            int32_t& here = left[source * p.num_experts + expert];
+            const int taken = smaller(quota, here);
+            here -= taken, quota -= taken;
+            if (source == p.rank) end += taken;
+        };
+        for (int step = 0, source = slot / p.num_slots; step < p.num_ranks && quota > 0; ++step) {
+            if (source != home) take_from(source);
+            source = source + 1 < p.num_ranks ? source + 1 : 0;
+        }
+        take_from(home);
+        *link = slot, link = shares.next + slot;
+        shares.ends[slot] = end;
+    }
+    *link = -1;
+}
 
 // The shared memory of a block. Once the plan is made, `left` and `counts_of_warps` take the place of the candidates.
 struct PlanMemory {

@@ -1,7 +1,6 @@
 // Declares the launchers of the GPU kernels. All are asynchronous on `stream` (a cudaStream_t), and throw std::runtime_error if CUDA fails.
 #pragma once
 
-#include "common/copy_plan.h"
 #include "common/gate.h"
 #include "cuda/low_latency_rail.h"
 #include "cuda/params.h"

@@ -352,4 +352,22 @@ struct GpuQuantizeWeightsParams {
     float* scales_t;                              // [num_matrices, num_columns / 128, num_rows / 128]
 };
 
+// The parameters of a plan of copies of hot experts, and of the physical experts of top-k entries.
+struct CopyPlanParams {
+    int num_ranks, num_experts, num_slots, rank;
+    int cost, capacity;       // both in rows; -1 means no capacity
+    int64_t num_entries;      // num_tokens * num_topk
+    bool is_int64;            // topk_idx is int64
+    const int32_t* counts;    // [num_ranks, num_experts]
+    const void* topk_idx;     // [num_entries] int64 or int32
+    int32_t *copies, *rows;   // [num_ranks, num_slots], out
+    void* physical_topk_idx;  // [num_entries], out
+
+    DEEPEP_MOE_HD int num_local() const { return num_experts / num_ranks; }
+    DEEPEP_MOE_HD int all_slots() const { return num_ranks * num_slots; }
+    DEEPEP_MOE_HD int num_physical() const { return num_experts + all_slots(); }
+    DEEPEP_MOE_HD int physical_home(int expert) const { return expert + expert / num_local() * num_slots; }
+    DEEPEP_MOE_HD int physical_slot(int slot) const { return slot + (slot / num_slots + 1) * num_local(); }
+};
+
 }  // namespace deepep_moe

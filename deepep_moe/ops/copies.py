@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepep_moe import _C
+from deepep_moe import _C, reference
 from deepep_moe.arguments import as_int, check_is_tensor, check_plain, check_tensor
 from deepep_moe.device import is_gpu, launch
+from deepep_moe.installed import without_nvcc
 from deepep_moe.library import call, define, refuse_transforms, register
 
 _MOST = 2**31 - 1
@@ -60,6 +61,8 @@ def plan_copies(topk_idx: Tensor, counts: Tensor, rank: int, *, num_slots: int, 
             "[num_ranks, num_experts]"
         )
     num_ranks, num_experts = counts.shape
+    if is_gpu(topk_idx.device) and not hasattr(_C, "gpu_plan_copies"):
+        raise ValueError(without_nvcc("plans of copies on GPUs"))
     if not 1 <= num_ranks <= _C.MAX_RANKS or num_experts < 1 or num_experts % num_ranks:
         raise ValueError(
             f"counts has shape {[num_ranks, num_experts]}; it must be [num_ranks, num_experts] of at most {_C.MAX_RANKS} ranks that divide "
@@ -81,13 +84,16 @@ def _within(name: str, value: int, least: int, most: int) -> int:
 
 def _plan(topk_idx: Tensor, counts: Tensor, rank: int, num_slots: int, cost: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     topk_idx, counts = topk_idx.contiguous(), counts.contiguous()
-    copies, rows, physical = _empty_plan(topk_idx, counts, rank, num_slots, cost, capacity)
-    arguments = (topk_idx, counts, copies, rows, physical, rank, cost, capacity)
     if is_gpu(topk_idx.device):
-        launch(_C.plan_copies, *arguments, on=topk_idx)
-    else:
-        _C.plan_copies(*arguments, None)
-    return copies, rows, physical
+        copies, rows, physical = _empty_plan(topk_idx, counts, rank, num_slots, cost, capacity)
+        launch(_C.gpu_plan_copies, topk_idx, counts, copies, rows, physical, rank, cost, capacity, on=topk_idx)
+        return copies, rows, physical
+    is_bad = (counts < 0) | (counts.flatten().cumsum(0).view_as(counts) > _MOST)
+    if is_bad.any():
+        source, expert = is_bad.nonzero()[0].tolist()
+        raise ValueError(f"counts[{source}][{expert}] is {int(counts[source, expert])}; counts must be at least 0, with a sum below 2^31")
+    copies, rows = reference.plan_copies(counts, num_slots, cost, capacity)
+    return copies, rows, reference.physical_topk_idx(topk_idx, counts, copies, rows, rank)
 
 
 def _empty_plan(topk_idx: Tensor, counts: Tensor, _rank: int, num_slots: int, *_: int) -> tuple[Tensor, Tensor, Tensor]:

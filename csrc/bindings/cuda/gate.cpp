@@ -90,6 +90,26 @@ void top2_backward(const TensorArg& gates, const TensorArg& chosen, const Tensor
                          as_stream(stream));
 }
 
+void plan(const TensorArg& topk_idx, const TensorArg& counts, const TensorArg& copies, const TensorArg& rows,
+          const TensorArg& physical_topk_idx, int rank, int cost, int capacity, uintptr_t stream) {
+    const CopyPlanParams params{
+        .num_ranks = static_cast<int>(counts.num_rows),
+        .num_experts = static_cast<int>(counts.num_columns),
+        .num_slots = static_cast<int>(copies.num_columns),
+        .rank = rank,
+        .cost = cost,
+        .capacity = capacity,
+        .num_entries = topk_idx.num_rows * topk_idx.num_columns,
+        .is_int64 = topk_idx.element_bytes == 8,
+        .counts = counts.as<const int32_t*>(),
+        .topk_idx = topk_idx.as<const void*>(),
+        .copies = copies.as<int32_t*>(),
+        .rows = rows.as<int32_t*>(),
+        .physical_topk_idx = physical_topk_idx.as<void*>(),
+    };
+    launch_plan_copies(params, as_stream(stream));
+}
+
 }  // namespace
 
 bool gate_forward(GpuGateParams params, uintptr_t stream) noexcept {
@@ -118,6 +138,7 @@ bool may_capture(uintptr_t stream) noexcept {
 void bind_gpu_gate(py::module_& m) {
     m.attr("MAX_GPU_GATE_EXPERTS") = kMaxGateExperts;
     m.def("gpu_gate_check", &check);
+    m.def("gpu_plan_copies", &plan);
     m.def("gpu_top2", &top2);
     m.def("gpu_top2_backward", &top2_backward);
     m.def("gpu_update_expert_bias", &update_expert_bias);
