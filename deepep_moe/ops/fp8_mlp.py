@@ -80,16 +80,25 @@ class Fp8Products:
         return add_to(into, grouped_fp8_weight_gradient(*rescale_transpose(*grads), *rescale_transpose(*rows), groups.offsets, out))
 
     def activated(self, act: Any, inner: Tensor, probs: Tensor | None, groups: Groups) -> _Fp8:
-        return swiglu_fp8(inner, probs, groups) if act is None else self.rows_of(act.forward(inner, probs, groups))
+        if act is None and _swiglu_has_kernels(inner, probs):
+            from deepep_moe.ops import fp8_row_kernels  # this imports Triton
+
+            with on_device(inner):
+                return fp8_row_kernels.swiglu_quantized(inner, _contiguous(probs), groups.offsets)
+        return self.rows_of((swiglu if act is None else act.forward)(inner, probs, groups))
 
     def activated_back(
         self, act: Any, grad: Tensor, inner: Tensor, probs: Tensor | None, groups: Groups, rows: Any, needs_rows: bool
     ) -> tuple[Tensor, Tensor | None, Any]:
         if rows[0] is None and needs_rows:
             rows = self.activated(act, inner, probs, groups)
-        if act is None:
-            return *swiglu_backward_fp8(grad, inner, probs, groups), rows
-        grad_inner, grad_probs, _ = act.backward(grad, inner, probs, groups, False)
+        if act is None and _swiglu_has_kernels(inner, probs):
+            from deepep_moe.ops import fp8_row_kernels
+
+            with on_device(inner):
+                of_inner, grad_probs = fp8_row_kernels.swiglu_backward_quantized(grad, inner, _contiguous(probs), groups.offsets)
+            return QuantizedRows(*of_inner), grad_probs, rows
+        grad_inner, grad_probs, _ = (swiglu_backward if act is None else act.backward)(grad, inner, probs, groups, False)
         return grad_inner, grad_probs, rows
 
 
@@ -97,34 +106,6 @@ def _product(rows: _Fp8, matrices: _Fp8, groups: Groups) -> Tensor:
     if len(rows[0]) == 0:
         return rows[0].new_empty(0, matrices[0].shape[1], dtype=torch.bfloat16)
     return grouped_fp8_product(*rows, *matrices, groups.offsets)
-
-
-# ---- SwiGLU between the products: its result, and the gradient of its input, as fp8 ----
-
-
-def swiglu_fp8(inner: Tensor, probs: Tensor | None, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Return `swiglu` of the same arguments as fp8: values [num_rows, intermediate] e4m3 and scales [num_rows, intermediate / 128].
-
-    inner: [num_rows, 2 * intermediate] bf16, intermediate a multiple of 128. Rows of the tail are not set.
-    """
-    if _swiglu_has_kernels(inner, probs):
-        from deepep_moe.ops import fp8_row_kernels  # this imports Triton
-
-        with on_device(inner):
-            return fp8_row_kernels.swiglu_quantized(inner, _contiguous(probs), groups.offsets)
-    return quantize_fp8(swiglu(inner, probs, groups).contiguous(), power_of_two=True)
-
-
-def swiglu_backward_fp8(grad: Tensor, inner: Tensor, probs: Tensor | None, groups: Groups) -> tuple[QuantizedRows, Tensor | None]:
-    """Return the gradients of inner, as fp8, and of probs, which is zero in the tail. May overwrite grad [num_rows, intermediate] bf16."""
-    if _swiglu_has_kernels(inner, probs):
-        from deepep_moe.ops import fp8_row_kernels
-
-        with on_device(inner):
-            rows, grad_probs = fp8_row_kernels.swiglu_backward_quantized(grad, inner, _contiguous(probs), groups.offsets)
-        return QuantizedRows(*rows), grad_probs
-    grad_inner, grad_probs, _ = swiglu_backward(grad, inner, probs, groups, with_output=False)
-    return QuantizedRows.of(grad_inner), grad_probs
 
 
 def _contiguous(probs: Tensor | None) -> Tensor | None:

@@ -128,18 +128,16 @@ def _backward(
     ctx: Context, _idx: object, grad_topk_weights: Tensor | None, _counts: object, grad_probs: Tensor | None, _map: object,
     _in_rank: object, grad_shares: Tensor | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    of_logits = None
-    if not (grad_topk_weights is None and grad_probs is None and grad_shares is None):
-        of_logits = gradient_of_logits(grad_topk_weights, grad_probs, grad_shares, *ctx.saved_tensors, *ctx.weights)
+    of_logits, grads = None, (grad_topk_weights, grad_probs, grad_shares)
+    if any(grad is not None for grad in grads):
+        of_logits = gradient_of_logits(*grads, *ctx.saved_tensors, *ctx.weights)
     return of_logits, *[None] * (ctx.num_inputs - 1)
 
 
-def gradient_of_logits(
-    grad_topk_weights: Tensor | None, grad_probs: Tensor | None, grad_shares: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any
-) -> Tensor:
-    arguments = (grad_topk_weights, grad_probs, grad_shares, logits, topk_idx)
+def gradient_of_logits(*arguments: Any) -> Tensor:
+    """Return the gradient for the arguments of `gate_backward`, which can be differentiated again where that is wanted."""
     is_to_be_differentiated = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return grad_logits(*arguments, *weights) if is_to_be_differentiated else call("gate_backward", arguments, *weights)
+    return grad_logits(*arguments) if is_to_be_differentiated else call("gate_backward", arguments[:5], *arguments[5:])
 
 
 def _gate_backward(
@@ -156,9 +154,8 @@ def _gate_backward(
     return grad
 
 
-def _gate_backward_fake(
-    grad_topk_weights: Tensor | None, grad_probs: Tensor | None, grad_shares: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any
-) -> Tensor:
+def _gate_backward_fake(*arguments: Any) -> Tensor:
+    logits: Tensor = arguments[3]
     return logits.new_empty(logits.shape)
 
 

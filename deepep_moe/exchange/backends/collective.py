@@ -226,12 +226,6 @@ class CollectiveBackend(Backend):
 
     # ---- rows ----
 
-    def _sent(self, topk_idx: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (ranks, tokens) of all rows that this rank sends, ordered by rank, then token."""
-        mask = is_token_in_rank(topk_idx, self.settings.num_ranks, self.settings.num_local_experts)
-        destinations, tokens = mask.t().nonzero(as_tuple=True)
-        return destinations, tokens
-
     def _allocate(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle) -> Rows:
         x, num_rows = args.x, handle.num_rows
         recv_x = x.new_zeros(num_rows, self.settings.hidden * x.element_size(), dtype=torch.uint8).view(x.dtype)
@@ -256,13 +250,7 @@ class CollectiveBackend(Backend):
         """Exchange rows, and return what arrives: rows, their local experts, then scales and weights if these were sent."""
         s = self.settings
         parts = [args.x, topk_idx] + [part for part in (args.x_scales, args.topk_weights) if part is not None]
-        if s.num_nodes > 1:
-            ways = self._hops.dispatch(parts, topk_idx, num_to_forward, num_received)
-        else:
-            destinations, tokens = self._sent(topk_idx)
-            sent = destinations.bincount(minlength=s.num_ranks).tolist()
-            ways = _at_once(Step(picked(parts, tokens), sent, num_received, True))
-        arrived = self._go(ways, "dispatch rows")
+        arrived = self._go(self._hops.dispatch(parts, topk_idx, num_to_forward, num_received), "dispatch rows")
         local = arrived[1] - s.rank * s.num_local_experts
         arrived[1] = torch.where((local >= 0) & (local < s.num_local_experts), local, -1)
         return arrived
@@ -325,16 +313,10 @@ class CollectiveBackend(Backend):
         return [x, values]
 
     def _send_sums(self, args: CombineArgs, num_to_forward: list[int]) -> list[Sums]:
-        """Send rows back, and return the sums that come from each rank, or over several nodes from each node."""
-        handle, parts = args.handle, self._expert_side(args)
-        num_received = handle.recv_counts.flatten().tolist()
-        if self.settings.num_nodes > 1:
-            return self._go(self._hops.combine(parts, handle.topk_idx, num_to_forward, num_received), "combine rows")
-        destinations, tokens = self._sent(handle.topk_idx)
-        counts = destinations.bincount(minlength=self.settings.num_ranks).tolist()
-        arrived = self._go(_at_once(Step(parts, num_received, counts, True)), "combine rows")
-        pieces = [part.split(counts) for part in arrived]
-        return [Sums(idx, pieces[0][i], pieces[1][i] if len(pieces) > 1 else None) for i, idx in enumerate(tokens.split(counts))]
+        """Send rows back, and return the sums that come from each node."""
+        handle, num_received = args.handle, args.handle.recv_counts.flatten().tolist()
+        ways = self._hops.combine(self._expert_side(args), handle.topk_idx, num_to_forward, num_received, args.options.sums_lanes)
+        return self._go(ways, "combine rows")
 
     def _combine(self, args: CombineArgs, sums: list[Sums], combined_x: Tensor, topk_weight_grads: Tensor | None) -> None:
         total = combined_x.new_zeros(combined_x.shape, dtype=torch.float32)

@@ -1,11 +1,12 @@
-"""The path of rows between nodes: one row for each (token, node) crosses, to the rank with the sender's index in the other node.
+"""The path of rows: one row for each (token, node) crosses, to the rank with the sender's index in the other node.
 
 ```
  dispatch   source (m, i) ==row==> forwarder (n, i) --row--> each rank (n, j) with an expert of the token
  combine    source (m, i) <==sum== forwarder (n, i) <--row-- each rank (n, j), added up in ascending j, in fp32
 ```
 
-(n, i) is rank i of node n. `Steps` is a generator: it yields exchanges of the whole group, is sent the rows received, returns the result.
+(n, i) is rank i of node n. With a single node there is no forwarder, and one exchange. `Steps` is a generator: it yields exchanges of the
+whole group, is sent the rows received, returns the result.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -51,11 +52,11 @@ class Sums(NamedTuple):
 
 
 class TwoHops:
-    """The exchanges of one rank over several nodes."""
+    """The exchanges of one rank."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self._size, self._num_nodes = settings.ranks_per_node, settings.num_ranks // settings.ranks_per_node
+        self._size, self._num_nodes, self._is_alone = settings.ranks_per_node, settings.num_nodes, settings.num_nodes == 1
         self._node, index = divmod(settings.rank, self._size)
         self._of_index = range(index, settings.num_ranks, self._size)  # ranks of this index, by node
         self._of_node = range(self._node * self._size, (self._node + 1) * self._size)
@@ -71,29 +72,36 @@ class TwoHops:
     def dispatch(self, parts: list[Tensor], topk_idx: Tensor, num_to_forward: list[int], num_received: list[int]) -> Steps[list[Tensor]]:
         """Send the rows of `parts` [num_tokens, ...], one of which is `topk_idx`. Return the rows received, by (source rank, token).
         num_received: rows from each source rank."""
-        lanes = next(i for i, part in enumerate(parts) if part is topk_idx)
-        nodes, tokens = self._in_nodes(topk_idx).t().nonzero(as_tuple=True)
-        sent = self._at(self._of_index, nodes.bincount(minlength=self._num_nodes).tolist())
-        here = yield Step(picked(parts, tokens), sent, self._at(self._of_index, num_to_forward), False)
+        here, lanes = parts, next(i for i, part in enumerate(parts) if part is topk_idx)
+        if not self._is_alone:
+            nodes, tokens = self._in_nodes(topk_idx).t().nonzero(as_tuple=True)
+            sent = self._at(self._of_index, nodes.bincount(minlength=self._num_nodes).tolist())
+            here = yield Step(picked(parts, tokens), sent, self._at(self._of_index, num_to_forward), False)
         targets, rows = self._in_ranks(here[lanes]).t().nonzero(as_tuple=True)
         sent = self._at(self._of_node, targets.bincount(minlength=self._size).tolist())
         arrived = yield Step(picked(here, rows), sent, self._at(self._of_node, self._by_index(num_received)), True)
+        if self._is_alone:
+            return arrived
         order = _transposed(num_received, self._num_nodes, self._size)  # blocks have arrived by index, then node
         return picked(arrived, order.argsort())
 
-    def combine(self, parts: list[Tensor], topk_idx: Tensor, num_to_forward: list[int], num_received: list[int]) -> Steps[list[Sums]]:
+    def combine(
+        self, parts: list[Tensor], topk_idx: Tensor, num_to_forward: list[int], num_received: list[int], sums_lanes: bool
+    ) -> Steps[list[Sums]]:
         """Send back this rank's row of each token received, by (source rank, token), and values of its lanes if there are any. Return the
-        sums of this rank's own tokens from each node."""
+        sums of this rank's own tokens from each node. sums_lanes: as in `CombineOptions`."""
         nodes, tokens = self._in_nodes(topk_idx).t().nonzero(as_tuple=True)
-        per_node = nodes.bincount(minlength=self._num_nodes).tolist()
-        forwarded = self._at(self._of_index, num_to_forward)
-        (lanes,) = yield Step([topk_idx[tokens]], self._at(self._of_index, per_node), forwarded, False)
+        per_node, lanes = nodes.bincount(minlength=self._num_nodes).tolist(), topk_idx[tokens]
+        if not self._is_alone:
+            (lanes,) = yield Step([lanes], self._at(self._of_index, per_node), self._at(self._of_index, num_to_forward), False)
+            parts = picked(parts, _transposed(num_received, self._num_nodes, self._size))
         in_ranks = self._in_ranks(lanes)
-        order = _transposed(num_received, self._num_nodes, self._size)
         sent = self._at(self._of_node, self._by_index(num_received))
         per_rank = in_ranks.sum(0).tolist()
-        rows = yield Step(picked(parts, order), sent, self._at(self._of_node, per_rank), False)
-        sums = self._add_up(rows, in_ranks, lanes, per_rank)
+        rows = yield Step(parts, sent, self._at(self._of_node, per_rank), self._is_alone)
+        sums = self._add_up(rows, in_ranks, lanes, per_rank, sums_lanes)
+        if self._is_alone:
+            return [Sums(tokens, sums[0], sums[1] if len(sums) > 1 else None)]
         is_own = torch.repeat_interleave(torch.tensor(num_to_forward, device="cpu")) == self._node
         own_rows, others = is_own.nonzero().flatten(), (~is_own).nonzero().flatten()
         back = [sums[0][others].to(parts[0].dtype), *(values[others] for values in sums[1:])]
@@ -108,7 +116,7 @@ class TwoHops:
             first = end
         return by_node
 
-    def _add_up(self, rows: list[Tensor], in_ranks: Tensor, lanes: Tensor, per_rank: list[int]) -> list[Tensor]:
+    def _add_up(self, rows: list[Tensor], in_ranks: Tensor, lanes: Tensor, per_rank: list[int], sums_lanes: bool) -> list[Tensor]:
         """Return the sums over this node's ranks, in ascending order, in fp32, and the values of all lanes."""
         total = rows[0].new_zeros(len(lanes), rows[0].shape[1], dtype=torch.float32)
         values = [part.new_zeros(lanes.shape) for part in rows[1:]]
@@ -118,7 +126,8 @@ class TwoHops:
             total[tokens] = total[tokens] + pieces[0][index].float()
             for value, piece in zip(values, pieces[1:], strict=True):
                 there = (lanes[tokens] >= 0) & (lanes[tokens] // self.settings.num_local_experts == rank)
-                value[tokens] = torch.where(there, piece[index], value[tokens])
+                before = value[tokens]
+                value[tokens] = before + piece[index] if sums_lanes else torch.where(there, piece[index], before)
         return [total, *values]
 
     # ---- ranks and nodes ----
