@@ -43,13 +43,9 @@ class LowLatencyBackend(Connectable):
         """Get ready for the calls of a buffer with these statistics."""
         raise NotImplementedError
 
-    def dispatch(self, *arguments: object) -> Any:
-        """Make a call that was checked, with the arguments of `_torch.LowLatencyCalls.dispatch` but the last. Return what has the fields of
-        `_torch.LowLatencyReceived`."""
-        raise NotImplementedError
-
-    def combine(self, *arguments: object) -> Any:
-        """Do the same as `dispatch` with `combine`. Return what has the fields of `_torch.LowLatencyCombined`."""
+    def run(self, operation: str, *arguments: object) -> Any:
+        """Make a checked call, "dispatch" or "combine", with the arguments of that method of `_torch.LowLatencyCalls` but the last.
+        Return what has the fields of its result."""
         raise NotImplementedError
 
     def event(self, output: Any) -> Event:

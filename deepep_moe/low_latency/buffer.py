@@ -216,7 +216,7 @@ class LowLatencyBuffer(Sizes):
                 check_dispatch(*arguments, self._settings, backend)
             except BaseException as error:
                 self._refuse(error)
-            output = self._run(backend.dispatch, arguments, async_op, return_hook)
+            output = self._run("dispatch", arguments, async_op, return_hook)
         event = self._in_flight_of(output) if async_op or return_hook else None
         of_lanes = topk_weights if self._is_by_lane else None, is_sent
         handle = LowLatencyHandle(self._number, output.num_tokens // s.lanes, output.state, event, *of_lanes).seal()
@@ -275,7 +275,7 @@ class LowLatencyBuffer(Sizes):
                 self._raise_failure_of(handle)
             except BaseException as error:
                 self._refuse(error)
-            output = self._run(backend.combine, (x, handle.state, handle.num_tokens, *arguments), async_op, return_hook)
+            output = self._run("combine", (x, handle.state, handle.num_tokens, *arguments), async_op, return_hook)
         if not (async_op or return_hook):
             return output.combined_x
         event = self._in_flight_of(output)
@@ -314,7 +314,7 @@ class LowLatencyBuffer(Sizes):
             sums = x.new_empty(handle.num_tokens, s.hidden) if out is None else out
         except BaseException as error:
             self._refuse(error)
-        output = self._run(backend.combine, (x, handle.state, s.lanes * handle.num_tokens, None, None, None), async_op, return_hook)
+        output = self._run("combine", (x, handle.state, s.lanes * handle.num_tokens, None, None, None), async_op, return_hook)
         add = partial(sum_lanes, sums, output.combined_x, weights, None, s.sums == "lanes_fma")
         if not (async_op or return_hook):
             add()
@@ -461,12 +461,12 @@ class LowLatencyBuffer(Sizes):
 
     # ---- how calls run ----
 
-    def _run(self, call: Callable[..., object], arguments: tuple[object, ...], async_op: bool, return_hook: bool) -> Any:
+    def _run(self, operation: str, arguments: tuple[object, ...], async_op: bool, return_hook: bool) -> Any:
         """Make a call that was checked, and raise then what earlier ones have left."""
         backend = self._alive()
         num_calls, failure = backend.num_calls(), self._earlier_failure
         try:
-            output = call(*arguments, async_op, return_hook)
+            output = backend.run(operation, *arguments, async_op, return_hook)
         except BaseException as error:
             if backend.is_untold(error, num_calls):
                 self._refuse(error)  # this call where peers lack its rows, else the next

@@ -38,13 +38,7 @@ class NvlinkLowLatencyBackend(GpuMemory, LowLatencyBackend):
     def open(self, statistics: Tensor) -> None:
         self.calls = torch_module.needed().LowLatencyCalls(self._native, statistics)
 
-    def dispatch(self, *arguments: object) -> Any:
-        return self._checked("dispatch", arguments)
-
-    def combine(self, *arguments: object) -> Any:
-        return self._checked("combine", arguments)
-
-    def _checked(self, operation: str, arguments: tuple[object, ...]) -> Any:
+    def run(self, operation: str, *arguments: object) -> Any:
         if self.calls is None:
             raise BufferDestroyedError(DESTROYED)
         with unwatched():

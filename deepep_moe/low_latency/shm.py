@@ -1,9 +1,8 @@
 """Backend `shm` of low latency: processes of one host, CPU tensors. Its calls are `shm_calls`, their rows `shm_rows`."""
 
 import os
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from deepep_moe.low_latency.handle import State
 from deepep_moe.low_latency.shm_calls import Rows, ShmCalls
 from deepep_moe.low_latency.shm_rows import CombineRows, DispatchRows
 from deepep_moe.worker import Worker
-
-_Rows = TypeVar("_Rows", DispatchRows, CombineRows)
 
 
 class ShmLowLatencyBackend(LowLatencyBackend):
@@ -50,20 +47,14 @@ class ShmLowLatencyBackend(LowLatencyBackend):
     def open(self, statistics: Tensor) -> None:
         self._native.statistics = statistics
 
-    def dispatch(self, *arguments: object) -> DispatchRows:
-        return self._run(DispatchRows, *arguments)
-
-    def combine(self, *arguments: object) -> CombineRows:
-        return self._run(CombineRows, *arguments)
-
     def event(self, output: Rows) -> Event:
         event, output.event = output.event, None  # the event refers to the output
         assert event is not None
         return event
 
-    def _run(self, make: Callable[..., _Rows], *arguments: object) -> _Rows:
+    def run(self, operation: str, *arguments: Any) -> Rows:
         """Receive now, with the event's wait, or on a thread. What fails before there is an event loses the call."""
-        calls = self._native
+        make, calls = DispatchRows if operation == "dispatch" else CombineRows, self._native
         *of_rows, async_op, return_hook = arguments
         rows, before, has_hook = make(calls, self._pool.empty, *of_rows), calls.num_calls, bool(return_hook)
         receive = partial(calls.receive, rows)
