@@ -12,9 +12,9 @@ from torch import Tensor
 _INT64 = torch.int64
 
 
-def as_int(name: str, value: Any, what: str = "an int", least: int | None = None) -> int:
+def as_int(name: str, value: Any, what: str = "an int", least: int | None = None, most: int | None = None) -> int:
     """Return a plain int for any whole number, such as NumPy's or a tensor of one; PyTorch's symbols stay. Raises TypeError, which
-    says `what` it must be, for anything else, bools among it, and ValueError for less than `least`."""
+    says `what` it must be, for anything else, bools among it, and ValueError for less than `least` or more than `most`."""
     number = value if type(value) is int or isinstance(value, torch.SymInt) else None
     if number is None and not isinstance(value, bool) and getattr(value, "dtype", None) is not torch.bool:
         with suppress(TypeError):
@@ -23,6 +23,8 @@ def as_int(name: str, value: Any, what: str = "an int", least: int | None = None
         raise TypeError(f"{name} is {value!r}; it must be {what}")
     if least is not None and number < least:
         raise ValueError(f"{name} is {number}; it must be at least {least}")
+    if most is not None and number > most:
+        raise ValueError(f"{name} is {number}; it must be at most {most}")
     return number  # type: ignore[return-value]
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import _StopRecomputationError
 
+from deepep_moe.arguments import as_int
 from deepep_moe.device import is_gpu
 from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, Cause, EPError, cause_of, describe
 from deepep_moe.event import Event
@@ -38,11 +39,10 @@ from deepep_moe.exchange.checks import (
     check_dispatch,
     check_handle,
     check_num_sms,
-    check_number,
 )
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group import suspension
-from deepep_moe.group.settings import Settings
+from deepep_moe.group.settings import MAX_NUMBER, Settings
 from deepep_moe.library import is_dry_run, unwatched
 from deepep_moe.ops.weighted import for_lanes, sum_lanes
 from deepep_moe.worker import Worker
@@ -162,7 +162,7 @@ class Calls:
         if not (is_async or is_split) and num_sms is None and layer == 0:
             return self.own_mode
         num_sms = self.refuse_on_failure(check_num_sms, num_sms)
-        layer = self.refuse_on_failure(check_number, "layer", layer, "a whole number")
+        layer = self.refuse_on_failure(as_int, "layer", layer, "a whole number", 0, MAX_NUMBER)
         return Mode(is_async, is_split, self.own_mode.num_sms if num_sms is None else num_sms, layer)
 
     # ---- calls ----

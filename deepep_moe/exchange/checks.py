@@ -248,17 +248,9 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
 
 def check_max_sms(max_sms: object) -> int | None:
     """Return it as a plain number. Some SMs send and others receive, so there are 2 at least."""
-    return None if max_sms is None else check_number("max_sms", max_sms, "None or a whole number", 2)
+    return None if max_sms is None else as_int("max_sms", max_sms, "None or a whole number", 2, MAX_NUMBER)
 
 
 def check_num_sms(num_sms: object) -> int | None:
     """Return it as a plain number."""
-    return None if num_sms is None else check_number("num_sms", num_sms, "None or a whole number")
-
-
-def check_number(name: str, value: object, what: str, least: int = 0) -> int:
-    """Return it as a plain number that native code can hold."""
-    number = as_int(name, value, what, least)
-    if number > MAX_NUMBER:
-        raise ValueError(f"{name} is {number}; it must be at most {MAX_NUMBER}")
-    return number
+    return None if num_sms is None else as_int("num_sms", num_sms, "None or a whole number", 0, MAX_NUMBER)

@@ -117,9 +117,7 @@ def check_settings(
     check_choice("backend", backend, backends)
     plain: dict[str, Any] = {}
     for name, least in (("hidden", 1), ("num_experts", 1), ("num_topk", 1), ("num_max_tokens_per_rank", 0)):
-        plain[name] = as_int(name, getattr(s, name), least=least)
-        if plain[name] > MAX_NUMBER:
-            raise ValueError(f"{name} is {plain[name]}; it must be at most {MAX_NUMBER}")
+        plain[name] = as_int(name, getattr(s, name), least=least, most=MAX_NUMBER)
     try:
         deadline = config.timeout_s() if timeout_s is None else as_float("timeout_s", timeout_s)
     except TypeError:

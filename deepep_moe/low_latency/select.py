@@ -33,21 +33,16 @@ def make_backend(
     """
     of_gpus = "nvlink" if settings.num_nodes == 1 else "nvshmem"
     candidate = name if name != "auto" else of_gpus if has_gpu_tensors or are_on_gpus(peers) else "shm"
-    outcome = _make(candidate, settings, peers, group, mask_stalled)
+    outcome: LowLatencyBackend | str | None
+    make, outcome = partial(_CLASSES[candidate], settings, mask_stalled), _why_too_many(peers, candidate)
+    if candidate == "shm":
+        outcome = outcome or why_not_shm(peers) or why_not_one_node(settings) or connect(make, settings, group)
+    else:
+        outcome = outcome or serve_on_gpus(candidate, make, settings, peers, group)
     if isinstance(outcome, str):
         advice = "use Buffer" if name == "auto" or _why_too_many(peers, name) else "use backend='auto', or Buffer"
         raise BackendUnavailableError(f"no low-latency backend can serve, backend={name!r}: {outcome}; {advice}, which has more backends")
     return outcome
-
-
-def _make(
-    name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None", mask_stalled: bool
-) -> LowLatencyBackend | str:
-    """Return the backend, or the reason why it cannot serve these ranks."""
-    make, reason = partial(_CLASSES[name], settings, mask_stalled), _why_too_many(peers, name)
-    if reason is not None or name != "shm":
-        return reason or serve_on_gpus(name, make, settings, peers, group)
-    return why_not_shm(peers) or why_not_one_node(settings) or connect(make, settings, group)
 
 
 def _why_too_many(peers: list[Introduction], name: str) -> str | None:

@@ -11,7 +11,7 @@ import weakref
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from deepep_moe import _C
 from deepep_moe.device import DTYPE_NAMES
 from deepep_moe.errors import Cause, EPCapacityError, EPError, EPMismatchError, EPPeerError, EPTimeoutError, describe
 from deepep_moe.exchange.backends.base import (
-    LAYOUTS,
     Backend,
     CachedDispatchArgs,
     Capabilities,
@@ -31,7 +30,6 @@ from deepep_moe.exchange.backends.base import (
     MoveExpertsArgs,
     Rows,
 )
-from deepep_moe.exchange.backends.entry import FETCH, NUM_FIELDS, Entry, find_difference
 from deepep_moe.exchange.backends.two_hops import Step, Steps, Sums, TwoHops, picked
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.group.rendezvous import Exchange, Introduction, culprit_behind, hang_up, is_of_handler, moves_cpu_tensors
@@ -40,6 +38,7 @@ from deepep_moe.ops.routing import is_token_in_rank, num_tokens_per_expert, refu
 
 _Result = TypeVar("_Result")
 _Owe = Callable[[Tensor, list[int]], Callable[[], _Result]]
+_NUM_FIELDS = 4  # the numbers of an `Entry`
 _MESSAGE_BYTES = 512
 _asleep: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups whose NCCL a buffer has suspended
 
@@ -52,6 +51,29 @@ def _reinterpret(rows: Tensor, dtype: torch.dtype, num_columns: int) -> Tensor:
 def _at_once(step: Step) -> Steps[list[Tensor]]:
     """Make a generator of `Steps` that has one exchange only."""
     return (yield step)
+
+
+class Entry(NamedTuple):
+    """A rank's arrival in a call."""
+
+    buffer: int  # by its number on rank 0: several buffers of one group may be alive
+    call: int
+    failed: int  # not 0: the rank refuses the call, 1 + Cause
+    num_recv_rows: int
+    words: str  # what the call does, or why the rank refuses it
+
+
+def find_difference(entries: list[Entry], rank: int) -> str:
+    """Return how the calls of all ranks differ, in the view of `rank`; an empty string if they fit."""
+    own_entry = entries[rank]
+    others = [peer for peer, entry in enumerate(entries) if entry.buffer != own_entry.buffer]
+    if others:
+        buffers = "; ".join(f"rank {peer}: buffer {entries[peer].buffer}" for peer in [rank, *others])
+        return f"ranks are in calls of different buffers of one group: {buffers} (as rank 0 counts them); call them in the same order"
+    numbers = {entry.call for entry in entries}
+    calls = [entry.words if len(numbers) == 1 else f"call {entry.call}: {entry.words}" for entry in entries]
+    others = [peer for peer, call in enumerate(calls) if call != calls[rank]]
+    return f"ranks make different calls: {'; '.join(f'rank {peer}: {calls[peer]}' for peer in [rank, *others])}" if others else ""
 
 
 class CollectiveBackend(Backend):
@@ -92,7 +114,7 @@ class CollectiveBackend(Backend):
             return partial(self._send_rows, args, narrow_topk_idx, counts[:, s.rank].tolist(), num_to_forward)
 
         own_counts = self._own_counts(narrow_topk_idx, torch.cat([per_rank, per_expert]))
-        counts, send = self._enter(self._entry(args), own_counts, owe)
+        counts, send = self._enter(self._entry(args), own_counts, owe, args.num_recv_rows)
         to_here = counts[:, s.rank : s.rank + 1]
         mine = slice(s.num_ranks + s.rank * s.num_local_experts, s.num_ranks + (s.rank + 1) * s.num_local_experts)
         tokens_per_expert = counts[:, mine].sum(0).to(torch.int32)
@@ -153,8 +175,8 @@ class CollectiveBackend(Backend):
             else Step(picked(args.home, torch.tensor(experts, dtype=torch.long)), num_lent, num_held, True)
         )
 
-        entry = Entry(self._number, 0, 0, FETCH + args.returns, 0, 0, 0, 0, -1, digest)
-        _, send = self._enter(entry, self._own_counts(), lambda *_: lambda: self._go(_at_once(step), "copies of experts"))
+        what = f"{'return of gradients' if args.returns else 'fetch of experts'} with copies and tensors #{digest}"
+        _, send = self._enter(what, self._own_counts(), lambda *_: lambda: self._go(_at_once(step), "copies of experts"))
         for tensor, rows in zip(args.home if args.returns else args.slots, send(), strict=True):
             if not args.returns:
                 tensor[torch.tensor(slots, dtype=torch.long, device=tensor.device)] = rows
@@ -194,9 +216,8 @@ class CollectiveBackend(Backend):
                 raise
 
     def refuse(self, message: str, cause: Cause = Cause.OTHER) -> None:
-        entry = Entry(self._number, 0, 1 + cause, 0, 0, 0, 1, 0, -1, 0)
         with contextlib.suppress(EPPeerError):  # `_enter` raises this rank's own refusal too
-            self._enter(entry, self._own_counts(), lambda *_: lambda: None, message)
+            self._enter(message, self._own_counts(), lambda *_: lambda: None, failed=1 + cause)
 
     def abandon(self, message: str) -> None:
         """Finish the exchanges that peers wait for, as nothing else ends their wait. They learn `message` in their next call."""
@@ -377,34 +398,38 @@ class CollectiveBackend(Backend):
         self._owed = partial(self._go, ways, phase, arrived)
         return arrived()
 
-    def _entry(self, args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> Entry:
+    def _entry(self, args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> str:
+        """Return what the call does. It is the same on all ranks whose calls fit."""
         if isinstance(args, CombineArgs):
-            operation, flags = 2, 4 * (args.topk_weight_grads is not None)
+            operation, sent = "combine", {"gradients of topk_weights": args.topk_weight_grads}
         else:
-            operation, flags = int(isinstance(args, CachedDispatchArgs)), (args.topk_weights is not None) + 2 * (args.x_scales is not None)
-        of_layout, bound, call = (
-            (args, args.num_recv_rows, 0) if isinstance(args, DispatchArgs) else (args.handle, -1, int(args.handle.call))
-        )
-        dtype = sorted(set(DTYPE_NAMES.values())).index(DTYPE_NAMES[args.x.dtype])
-        layout = LAYOUTS.index(of_layout.layout)
-        return Entry(self._number, 0, 0, operation, dtype, layout, of_layout.expert_alignment, flags, bound, call)
+            operation = "dispatch" if isinstance(args, DispatchArgs) else "cached dispatch"
+            sent = {"topk_weights": args.topk_weights, "x_scales": args.x_scales}
+        extras = [f", with {name}" for name, tensor in sent.items() if tensor is not None]
+        how = args if isinstance(args, DispatchArgs) else args.handle
+        if not isinstance(args, DispatchArgs):
+            extras.insert(0, f", with the handle of call {int(args.handle.call)}")
+        rows = f"{DTYPE_NAMES[args.x.dtype]} rows, layout {how.layout}, expert_alignment {how.expert_alignment}"
+        return f"{operation} of {rows}{''.join(extras)}"
 
-    def _enter(self, entry: Entry, counts: Tensor, owe: _Owe[_Result], message: str = "") -> tuple[Tensor, Callable[[], _Result]]:
+    def _enter(
+        self, words: str, counts: Tensor, owe: _Owe[_Result], num_recv_rows: int = -1, failed: int = 0
+    ) -> tuple[Tensor, Callable[[], _Result]]:
         """Exchange entries with all ranks, and check that they fit. Return the counts of all ranks, [num_ranks, *counts.shape] int64, and
         the exchange that peers wait for once all have entered: owe(counts, how many tokens each rank has for this node)."""
         s = self.settings
         self.check_usable()
-        entry.call, self._owed = self.num_calls + 1, None
-        text = message.encode()[: _MESSAGE_BYTES - 1].ljust(_MESSAGE_BYTES, b"\0")
-        fields = torch.tensor(list(vars(entry).values()), dtype=torch.int64, device="cpu")
+        self._owed = None
+        text = words.encode()[: _MESSAGE_BYTES - 1].ljust(_MESSAGE_BYTES, b"\0")
+        fields = torch.tensor([self._number, self.num_calls + 1, failed, num_recv_rows], dtype=torch.int64, device="cpu")
         vector = torch.cat([fields, counts, torch.frombuffer(bytearray(text), dtype=torch.int64)])
         is_alone = self.group is None or s.num_ranks == 1
         messages = None if is_alone else Exchange(vector, self.group, "entry into the call", s.timeout_s)  # type: ignore[arg-type]
-        arrive = self._arriving = partial(self._arrive, entry, vector, messages, owe)
+        arrive = self._arriving = partial(self._arrive, vector, messages, owe)
         self._num_calls += 1
         return arrive()
 
-    def _arrive(self, entry: Entry, vector: Tensor, messages: Exchange | None, owe: _Owe[_Result]) -> tuple[Tensor, Callable[[], _Result]]:
+    def _arrive(self, vector: Tensor, messages: Exchange | None, owe: _Owe[_Result]) -> tuple[Tensor, Callable[[], _Result]]:
         """Finish `_enter`. After an interrupt, `abandon` calls it again."""
         try:
             entries = vector[None] if messages is None else messages.wait()
@@ -412,16 +437,17 @@ class CollectiveBackend(Backend):
             dead = self._dead_rank()
             culprit = error.rank if dead < 0 else dead
             raise self._timeout(culprit, error.phase, self.num_calls, self.num_calls - 1, str(error.__cause__)) from error
-        peers = [Entry(*row[:NUM_FIELDS].tolist()) for row in entries]
+        words = [row[-_MESSAGE_BYTES // 8 :].numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in entries]
+        numbers = entries[:, :_NUM_FIELDS].t().tolist()
+        peers = [Entry(*fields) for fields in zip(*numbers, words, strict=True)]
         for rank, peer in enumerate(peers):
             if peer.failed:
-                reason = entries[rank, -_MESSAGE_BYTES // 8 :].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-                raise EPPeerError(f"rank {rank} did not make its call: {reason}", rank=rank, code=peer.failed - 1)
+                raise EPPeerError(f"rank {rank} did not make its call: {peer.words}", rank=rank, code=peer.failed - 1)
         difference = find_difference(peers, self.settings.rank)
         if difference:
             raise EPMismatchError(difference)
         self._bounds = [peer.num_recv_rows for peer in peers]
-        counts = entries[:, NUM_FIELDS : -_MESSAGE_BYTES // 8]
+        counts = entries[:, _NUM_FIELDS : -_MESSAGE_BYTES // 8]
         s = self.settings
         num_to_forward = self._hops.num_to_forward(counts[:, s.num_ranks + s.num_experts :]) if s.num_nodes > 1 else []
         self._owed = send = owe(counts, num_to_forward)

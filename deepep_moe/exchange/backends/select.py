@@ -22,15 +22,6 @@ BACKENDS = ("auto", "shm", "nvlink", "nvshmem", "collective")
 _OF_GPUS = {"nvlink": NvlinkBackend, "nvshmem": NvshmemBackend}
 
 
-def _make(name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> Backend | str:
-    """Return one of the backends of one kind of machine, or the reason why it cannot serve."""
-    if name == "shm":
-        num_channels = min(peer.num_threads for peer in peers)
-        return why_not_shm(peers) or connect(lambda: ShmBackend(settings, num_channels), settings, group)
-    made: Backend | str = serve_on_gpus(name, partial(_OF_GPUS[name], settings), settings, peers, group)
-    return made
-
-
 def make_backend(
     name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None", has_gpu_tensors: bool = False
 ) -> Backend:
@@ -44,7 +35,12 @@ def make_backend(
     of_gpus = "nvlink" if settings.num_nodes == 1 else "nvshmem"
     candidate = name if name != "auto" else of_gpus if on_gpus else "shm"
     if candidate != "collective":
-        outcome = _make(candidate, settings, peers, group)
+        outcome: Backend | str
+        if candidate == "shm":
+            num_channels = min(peer.num_threads for peer in peers)
+            outcome = why_not_shm(peers) or connect(lambda: ShmBackend(settings, num_channels), settings, group)
+        else:
+            outcome = serve_on_gpus(candidate, partial(_OF_GPUS[candidate], settings), settings, peers, group)
         if not isinstance(outcome, str):
             return outcome
         if name != "auto":
