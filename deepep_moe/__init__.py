@@ -5,10 +5,11 @@
 """
 
 import itertools
+import logging
 import sys
 from pathlib import Path
 
-from deepep_moe import errors, installed, logs
+from deepep_moe import config, errors, installed
 
 # The doctor imports this package although it may be what is broken; it looks at it from another process.
 _IS_DOCTOR = any(
@@ -17,10 +18,10 @@ _IS_DOCTOR = any(
 
 try:
     if not _IS_DOCTOR:
-        logs.follow_environment()
+        config.follow_log_level()
         for _warning in (installed.check_torch(), installed.other_copies()):
             if _warning:
-                logs.logger.warning(_warning)
+                logging.getLogger("deepep_moe").warning(_warning)
         from deepep_moe._C import __version__
 except ModuleNotFoundError as error:
     if error.name != "deepep_moe._C":

@@ -1,5 +1,6 @@
 """Settings from the environment. This is the only module that reads environment variables."""
 
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -117,6 +118,20 @@ def log_level() -> str | None:
         value = os.environ["DEEPEP_MOE_LOG"]
         raise ValueError(f"environment variable DEEPEP_MOE_LOG={value!r} is no level; unset it or give one of {', '.join(_LEVELS).lower()}")
     return level or None
+
+
+def follow_log_level() -> None:
+    """Send messages of the level that `DEEPEP_MOE_LOG` names, and above, to stderr, each with the rank that a launcher gave. Without the
+    variable nothing is changed. Raises ValueError where it is no level."""
+    level = log_level()
+    if level is None:
+        return
+    rank, logger = launched_rank(), logging.getLogger("deepep_moe")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(levelname)s{'' if rank is None else f' rank {rank}'} %(name)s: %(message)s"))
+    logger.handlers = [handler]
+    logger.setLevel(level)
+    logger.propagate = False  # or handlers of the program would print them again
 
 
 def with_variables(values: dict[str, str]) -> dict[str, str]:

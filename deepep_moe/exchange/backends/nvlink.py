@@ -51,17 +51,13 @@ class NvlinkBackend(GpuMemory, Backend):
         self.settings = settings
         self.device: torch.device | None = torch.device("cuda", torch.cuda.current_device())
         shared = settings.lanes if settings.num_nodes == 1 else 1  # lanes of a token are one row on their way to a rank
+        of_node = {"rank": settings.rank % settings.ranks_per_node, "num_topk": settings.num_topk * shared}
         self._native = _C.NvlinkExchange(
-            num_ranks=settings.num_ranks,
-            rank=settings.rank % settings.ranks_per_node,
+            **settings.native | of_node,
             num_nodes=settings.num_nodes,
             node=settings.node,
             device=torch.cuda.current_device(),
-            num_experts=settings.num_experts,
-            num_topk=settings.num_topk * shared,
-            hidden=settings.hidden,
             num_max_tokens=max(1, settings.num_max_tokens_per_rank // shared),
-            timeout_s=settings.timeout_s,
             is_by_lane=settings.is_by_lane and settings.num_nodes == 1,
             expert_slot_bytes=settings.expert_slot_bytes,
         )
