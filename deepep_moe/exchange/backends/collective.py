@@ -25,6 +25,7 @@ from deepep_moe.exchange.backends.base import (
     CachedDispatchArgs,
     Capabilities,
     CombineArgs,
+    CombineOptions,
     DispatchArgs,
     Move,
     MoveExpertsArgs,
@@ -74,6 +75,11 @@ def find_difference(entries: list[Entry], rank: int) -> str:
     calls = [entry.words if len(numbers) == 1 else f"call {entry.call}: {entry.words}" for entry in entries]
     others = [peer for peer, call in enumerate(calls) if call != calls[rank]]
     return f"ranks make different calls: {'; '.join(f'rank {peer}: {calls[peer]}' for peer in [rank, *others])}" if others else ""
+
+
+def _merged(options: CombineOptions, before: Tensor, values: Tensor, have_expert: Tensor) -> Tensor:
+    """Return the values of lanes with those of another rank or node, which has the experts of some."""
+    return before + values if options.sums_lanes else torch.where(have_expert, values, before)
 
 
 class CollectiveBackend(Backend):
@@ -336,7 +342,7 @@ class CollectiveBackend(Backend):
     def _send_sums(self, args: CombineArgs, num_to_forward: list[int]) -> list[Sums]:
         """Send rows back, and return the sums that come from each node."""
         handle, num_received = args.handle, args.handle.recv_counts.flatten().tolist()
-        ways = self._hops.combine(self._expert_side(args), handle.topk_idx, num_to_forward, num_received, args.options.sums_lanes)
+        ways = self._hops.combine(self._expert_side(args), handle.topk_idx, num_to_forward, num_received, partial(_merged, args.options))
         return self._go(ways, "combine rows")
 
     def _combine(self, args: CombineArgs, sums: list[Sums], combined_x: Tensor, topk_weight_grads: Tensor | None) -> None:
@@ -350,11 +356,8 @@ class CollectiveBackend(Backend):
         num_experts = self.settings.num_experts // len(sums)
         for number, (idx, _, values) in enumerate(sums):
             assert values is not None  # with gradients they come along
-            if args.options.sums_lanes:
-                topk_weight_grads[idx] += values
-                continue
             there = (args.handle.topk_idx[idx] >= 0) & (args.handle.topk_idx[idx] // num_experts == number)
-            topk_weight_grads[idx] = torch.where(there, values, topk_weight_grads[idx])
+            topk_weight_grads[idx] = _merged(args.options, topk_weight_grads[idx], values, there)
 
     # ---- messages ----
 

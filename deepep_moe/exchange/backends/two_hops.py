@@ -9,7 +9,7 @@
 whole group, is sent the rows received, returns the result.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
@@ -38,6 +38,8 @@ class Step(NamedTuple):
 
 
 Steps = Generator[Step, list[Tensor], _Result]
+Merge = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Returns values of lanes, with those of another rank, which has the experts where the third tensor is True."""
 
 
 class Sums(NamedTuple):
@@ -86,10 +88,10 @@ class TwoHops:
         return picked(arrived, order.argsort())
 
     def combine(
-        self, parts: list[Tensor], topk_idx: Tensor, num_to_forward: list[int], num_received: list[int], sums_lanes: bool
+        self, parts: list[Tensor], topk_idx: Tensor, num_to_forward: list[int], num_received: list[int], merge: Merge
     ) -> Steps[list[Sums]]:
         """Send back this rank's row of each token received, by (source rank, token), and values of its lanes if there are any. Return the
-        sums of this rank's own tokens from each node. sums_lanes: as in `CombineOptions`."""
+        sums of this rank's own tokens from each node. merge: joins values of several ranks."""
         nodes, tokens = self._in_nodes(topk_idx).t().nonzero(as_tuple=True)
         per_node, lanes = nodes.bincount(minlength=self._num_nodes).tolist(), topk_idx[tokens]
         if not self._is_alone:
@@ -99,7 +101,7 @@ class TwoHops:
         sent = self._at(self._of_node, self._by_index(num_received))
         per_rank = in_ranks.sum(0).tolist()
         rows = yield Step(parts, sent, self._at(self._of_node, per_rank), self._is_alone)
-        sums = self._add_up(rows, in_ranks, lanes, per_rank, sums_lanes)
+        sums = self._add_up(rows, in_ranks, lanes, per_rank, merge)
         if self._is_alone:
             return [Sums(tokens, sums[0], sums[1] if len(sums) > 1 else None)]
         is_own = torch.repeat_interleave(torch.tensor(num_to_forward, device="cpu")) == self._node
@@ -116,7 +118,7 @@ class TwoHops:
             first = end
         return by_node
 
-    def _add_up(self, rows: list[Tensor], in_ranks: Tensor, lanes: Tensor, per_rank: list[int], sums_lanes: bool) -> list[Tensor]:
+    def _add_up(self, rows: list[Tensor], in_ranks: Tensor, lanes: Tensor, per_rank: list[int], merge: Merge) -> list[Tensor]:
         """Return the sums over this node's ranks, in ascending order, in fp32, and the values of all lanes."""
         total = rows[0].new_zeros(len(lanes), rows[0].shape[1], dtype=torch.float32)
         values = [part.new_zeros(lanes.shape) for part in rows[1:]]
@@ -126,8 +128,7 @@ class TwoHops:
             total[tokens] = total[tokens] + pieces[0][index].float()
             for value, piece in zip(values, pieces[1:], strict=True):
                 there = (lanes[tokens] >= 0) & (lanes[tokens] // self.settings.num_local_experts == rank)
-                before = value[tokens]
-                value[tokens] = before + piece[index] if sums_lanes else torch.where(there, piece[index], before)
+                value[tokens] = merge(value[tokens], piece[index], there)
         return [total, *values]
 
     # ---- ranks and nodes ----
