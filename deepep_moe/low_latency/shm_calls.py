@@ -9,19 +9,23 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError, describe
-from deepep_moe.event import Event
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import unwatched
 from deepep_moe.low_latency.base import DESTROYED, NOT_RECEIVED
 from deepep_moe.low_latency.handle import handle_offsets
 
+if TYPE_CHECKING:
+    from deepep_moe.low_latency.shm_rows import CombineRows, DispatchRows
+
+Rows: TypeAlias = "DispatchRows | CombineRows"
+"""The rows of one call, in this rank's areas of the others' turns and in its own turn."""
 _MAGIC = 0x64656570_4C4C0001  # plus the rank; stored in the rank's own word of `resumed`, which no peer writes
 _TURNS, _MAX_IN_FLIGHT, _REASON_BYTES = 4, 2, 240
 _VALUE_BITS, _NUMBER_BIT = 16, 24  # a flag has the number of its call | what the rank does in it | a value
@@ -29,31 +33,6 @@ _VALUES = (1 << _VALUE_BITS) - 1
 _ROUNDS_PER_LOOK, _YIELDS, _NAP_S = 64, 2000, 50e-6
 _HURRIED_S = 1.0
 _FROM_HANDLER = "a signal's handler calls the buffer whose call it interrupts; make the call once that one is over"
-
-
-class Rows:
-    """The rows of one call, in this rank's areas of the others' turns and in its own turn. Its methods run `unseen`."""
-
-    what: int
-    """The packed action of this rank in the call. All ranks must do the same."""
-    is_combine: bool
-    brings_weights: bool = False
-    value: int
-    """It goes with the flag of the call."""
-    event: Event | None = None
-
-    def write(self, number: int, ranks: int) -> None:
-        """Write what `ranks`, a bit for each, read once this rank has entered the call. Raises ValueError for bad arguments."""
-        raise NotImplementedError
-
-    def write_weighted(self, number: int, ranks: int) -> None:
-        """Write the rows of a combine that brings weights, for ranks whose weights have come."""
-        raise NotImplementedError
-
-    def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
-        """Read the rows. `values` are those of the ranks' flags. Ranks that `entered` and have not `arrived` were masked; they send no
-        rows."""
-        raise NotImplementedError
 
 
 class _Layout:
@@ -215,7 +194,7 @@ class ShmCalls:
                         if self.entered(rank, number) != kind | rows.value:
                             return  # a rank that does something else learns so when it receives
                         with unseen():
-                            rows.write_weighted(number, 1 << rank)
+                            rows.write_weighted(number, 1 << rank)  # type: ignore[union-attr]  # only combines bring some
                     peers.store(rank, self.layout.arrived(own_rank, number), kind | 1)
                     served |= 1 << rank
 

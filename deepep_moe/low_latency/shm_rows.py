@@ -1,6 +1,7 @@
 """The rows of low-latency calls on CPUs: what a rank writes for its peers, and what it makes of what they have written.
 
-The results are those of `deepep_moe.reference.low_latency`. `shm_calls` says when something may be written and read, and waits.
+The results are those of `deepep_moe.reference.low_latency`. `shm_calls` says when something may be written and read, waits, and runs the
+methods of both classes `unseen`. `what` packs what this rank does in the call, and all ranks must do the same; `value` goes with its flag.
 """
 
 from collections.abc import Callable
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.device import DTYPES
+from deepep_moe.event import Event
 from deepep_moe.low_latency.checks import num_scale_columns
 from deepep_moe.low_latency.handle import State
-from deepep_moe.low_latency.shm_calls import Rows, ShmCalls, members, unseen
+from deepep_moe.low_latency.shm_calls import ShmCalls, members, unseen
 from deepep_moe.ops import ue8m0
 from deepep_moe.ops.quant import FP8, dequantize_fp8, next_powers_of_two, quantize_fp8
 from deepep_moe.ops.routing import refuse_bad_routing
@@ -22,10 +24,11 @@ _CPU = torch.device("cpu")  # whatever the caller's default device is
 Empty: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
-class DispatchRows(Rows):
+class DispatchRows:
     """The rows of one dispatch of this rank, with the fields of `_torch.LowLatencyReceived`."""
 
-    is_combine = False
+    is_combine = brings_weights = False
+    event: Event | None = None
 
     def __init__(
         self, calls: ShmCalls, empty: Empty, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str
@@ -47,6 +50,7 @@ class DispatchRows(Rows):
         self.value, self._is_rounded = self.num_tokens, is_rounded
 
     def write(self, number: int, ranks: int) -> None:
+        """Write what `ranks`, a bit for each, read once this rank has entered the call. Raises ValueError for bad arguments."""
         s, state, num_tokens = self._s, self._views, self.num_tokens
         refuse_bad_routing(self._topk_idx.view(-1, s.num_topk * s.lanes), s.num_experts)
         state.number.fill_(number)
@@ -77,6 +81,8 @@ class DispatchRows(Rows):
         return _side_by_side(y, scales)
 
     def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
+        """Read the rows. `values` are those of the ranks' flags. Ranks that `entered` and have not `arrived` were masked; they send no
+        rows."""
         s, state = self._s, self._views
         num_local, capacity = s.num_local_experts, s.rows_of_expert
         areas = {source: self._calls.area(s.rank, source, number) for source in members(entered)}
@@ -108,10 +114,11 @@ class DispatchRows(Rows):
         state.num_tokens.copy_(torch.tensor(values, dtype=torch.int32, device=_CPU))
 
 
-class CombineRows(Rows):
+class CombineRows:
     """The rows of one combine of this rank, with the field of `_torch.LowLatencyCombined`."""
 
     is_combine = True
+    event: Event | None = None
 
     def __init__(
         self, calls: ShmCalls, empty: Empty, x: Tensor, state: Tensor, num_tokens: int, topk_weights: Tensor | None, out: Tensor | None,
@@ -126,6 +133,7 @@ class CombineRows(Rows):
         self.what = _C.low_latency_what(True, DTYPES[x.dtype], self._fp8, False, self.brings_weights)
 
     def write(self, number: int, ranks: int) -> None:
+        """Write what `ranks` read once this rank has entered: rows, or weights that this combine brings."""
         self._check_state()
         if self._topk_weights is None:
             return self.write_weighted(number, ranks)
@@ -144,6 +152,7 @@ class CombineRows(Rows):
             raise ValueError("the state of this handle was changed after its dispatch; dispatch again")
 
     def write_weighted(self, number: int, ranks: int) -> None:
+        """Write the rows for ranks whose weights have come, if this combine brings weights."""
         s, state, x = self._s, self._views, self._x.view(-1, self._s.hidden)
         for rank in members(ranks):
             num_tokens = int(state.num_tokens[rank])
