@@ -15,7 +15,7 @@ from deepep_moe.arguments import check_is_tensor, check_plain
 from deepep_moe.device import making_on
 from deepep_moe.event import Event
 from deepep_moe.exchange import native, operators
-from deepep_moe.exchange.backends.base import Backend
+from deepep_moe.exchange.backends.base import Backend, CachedDispatchArgs, DispatchArgs
 from deepep_moe.exchange.backends.select import BACKENDS, agree_on_profile, make_backend
 from deepep_moe.exchange.calls import Calls
 from deepep_moe.exchange.checks import (
@@ -308,14 +308,14 @@ class Buffer(Sizes):
             routed = calls.refuse_on_failure(check_routing, topk_idx, layout, expert_alignment, bound)
         if is_blockwise:
             calls.refuse_on_failure(check_blockwise, x, x_scales, *routed)
-            recv_x, scales, weights, handle = operators.dispatch_quantized(calls, mode, x, topk_idx, topk_weights, *routed, handle)
-            assert isinstance(recv_x, QuantizedRows)
-            scales = recv_x.scales
-        elif handle is not None:
-            recv_x, scales, weights = operators.dispatch_cached(calls, mode, x, x_scales, topk_weights, handle)
+        args: DispatchArgs | CachedDispatchArgs
+        if handle is not None:
+            args = CachedDispatchArgs(mode, x, x_scales, topk_weights, handle)
         else:
             assert topk_idx is not None  # checked
-            recv_x, scales, weights, handle = operators.dispatch(calls, mode, x, x_scales, topk_idx, topk_weights, *routed)
+            args = DispatchArgs(mode, x, x_scales, topk_idx, topk_weights, *routed, calls.number)
+        recv_x, scales, weights, handle = operators.dispatch(calls, args, quantizes=is_blockwise)
+        scales = recv_x.scales if isinstance(recv_x, QuantizedRows) else scales
         event = calls.event(mode, x)
         hook = event.wait if event is not None and return_hook else None
         return DispatchOutput(recv_x, scales, handle.recv_topk_idx, weights, handle.counts(), handle, event, hook)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.device import readable
+from deepep_moe.exchange.backends.base import DispatchArgs
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.calls import Calls
 from deepep_moe.exchange.checks import EXCHANGE, check_source_weights
@@ -55,7 +56,7 @@ def dispatch_by_expert(
         if topk_weights is not None and source_weights is not None:
             topk_weights = topk_weights.reshape(-1, 1)
     x, how = repeated(x, num_shared), calls.mode_of(None, layer=layer)
-    recv_x, _, weights, handle = dispatch(calls, how, x, None, topk_idx, topk_weights, "expert", 1, -1)
+    recv_x, _, weights, handle = dispatch(calls, DispatchArgs(how, x, None, topk_idx, topk_weights, "expert", 1, -1, calls.number))
     return _Split.apply(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
 
 

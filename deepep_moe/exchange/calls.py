@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 live_calls: "weakref.WeakValueDictionary[int, Calls]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-_Args = TypeVar("_Args", DispatchArgs, CachedDispatchArgs, CombineArgs)
-_Sent = TypeVar("_Sent", DispatchArgs, CachedDispatchArgs)
 _Result = TypeVar("_Result")
 _Error = TypeVar("_Error", bound=BaseException)
 
@@ -167,29 +165,23 @@ class Calls:
 
     # ---- calls ----
 
-    def dispatch(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle]:
-        if torch.is_inference_mode_enabled():  # PyTorch counts no in-place changes of tensors made in inference mode
+    def dispatch(self, args: DispatchArgs | CachedDispatchArgs) -> tuple[Rows, DispatchHandle]:
+        is_fresh = isinstance(args, DispatchArgs)
+        if is_fresh and torch.is_inference_mode_enabled():  # PyTorch counts no in-place changes of tensors made in inference mode
             with torch.inference_mode(False), torch.no_grad():
                 return self.dispatch(args)
-        rows, handle = self._send("plan", check_dispatch, args)
-        handle.seal()
-        return rows, handle
-
-    def dispatch_cached(self, args: CachedDispatchArgs) -> Rows:
-        rows: Rows
-        (rows,) = self._send("dispatch_cached", check_cached_dispatch, args)
-        return rows
-
-    def _send(self, operation: str, check: Callable[[Any, Settings], None], args: _Sent) -> Any:
-        """Make the call by this method of the backend, and return its results."""
         self._refuse_second_caller()
         with self._calling, unwatched():
-            backend = self._admit(check, args)
+            backend = self._admit(check_dispatch if is_fresh else check_cached_dispatch, args)
             args = self.refuse_on_failure(self._with_row_per_lane, backend, args)
             num_calls = backend.num_calls
-            *results, move = self._tell_on_failure(num_calls, partial(getattr(backend, operation), args))
-            self._move(args.mode, num_calls, move, args, *results)
-            return results
+            if isinstance(args, DispatchArgs):
+                rows, handle, move = self._tell_on_failure(num_calls, partial(backend.plan, args))
+            else:
+                handle = args.handle
+                rows, move = self._tell_on_failure(num_calls, partial(backend.dispatch_cached, args))
+            self._move(args.mode, num_calls, move, args, rows, handle)
+            return rows, handle.seal() if is_fresh else handle
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None]:
         """Return combined_x, and the gradients of topk_weights if `args` has some."""
@@ -203,7 +195,7 @@ class Calls:
             self._move(args.mode, num_calls, move, args, combined_x, topk_weight_grads)
             return combined_x, topk_weight_grads
 
-    def _with_row_per_lane(self, backend: Backend, args: _Sent) -> _Sent:
+    def _with_row_per_lane(self, backend: Backend, args: DispatchArgs | CachedDispatchArgs) -> DispatchArgs | CachedDispatchArgs:
         """Return `args` with rows as the backend takes them: with sums by lanes one for each (token, lane), unless it shares them."""
         lanes = self.settings.lanes
         if lanes == 1 or backend.capabilities.shares_rows:
@@ -401,7 +393,7 @@ class Calls:
                     tell_peers(backend, error, backend.num_calls != num_calls)
             raise
 
-    def _admit(self, check: Callable[[Any, Settings], None], args: _Args) -> Backend:
+    def _admit(self, check: Callable[[Any, Settings], None], args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> Backend:
         """Check `args` and this rank's state, and return the backend that makes the call."""
         backend = self.backend
         self._refuse_other_process()

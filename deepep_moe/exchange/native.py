@@ -13,11 +13,12 @@ from torch import Tensor
 from deepep_moe import torch_module
 from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError
 from deepep_moe.event import Event
-from deepep_moe.exchange.backends.base import LAYOUTS, CombineOptions
+from deepep_moe.exchange import operators
+from deepep_moe.exchange.backends.base import LAYOUTS, CachedDispatchArgs, CombineOptions
 from deepep_moe.exchange.calls import Calls, calls_of, watch_backward
 from deepep_moe.exchange.checks import MAX_ALIGNMENT, check_owner
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, PackedHandle
-from deepep_moe.exchange.operators import as_rows, combine, dispatch_cached, joined, scaled_gradients
+from deepep_moe.exchange.operators import as_rows, combine, joined, scaled_gradients
 from deepep_moe.group.settings import MAX_NUMBER
 
 _PLAIN = CombineOptions()
@@ -138,7 +139,7 @@ def combine_gradients(
         x = parts[0] if num_leading < 0 else calls.refuse_on_failure(joined, parts, handle, calls.settings.hidden)
         grad_x, grad_weights = scaled_gradients(calls, rows, handle, x, weights, tokens_per_row)
     else:
-        grad_x, _, _ = dispatch_cached(calls, calls.own_mode, rows, None, None, handle)
+        grad_x, *_ = operators.dispatch(calls, CachedDispatchArgs(calls.own_mode, rows, None, None, handle))
     watch_backward(calls)
     if num_leading < 0:
         return grad_weights, grad_x

@@ -8,6 +8,7 @@ handle, the SMs of a mode. Each is over when it returns. All other calls bypass 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -118,51 +119,37 @@ def as_rows(grad: Tensor) -> Tensor:
 # ---- dispatch ----
 
 
-def dispatch(
-    calls: Calls, mode: Mode, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, layout: str,
-    expert_alignment: int, num_recv_rows: int,
-) -> _Received:  # fmt: skip
-    """Make `calls.dispatch` differentiable."""
-    tensors, how = (x, x_scales, topk_idx, topk_weights), (layout, expert_alignment, num_recv_rows)
-    if not is_watched(tensors):
-        return _differentiable(x, topk_weights, partial(_send, calls, DispatchArgs(mode, *tensors, *how, calls.number)))
-    recv_x, scales, idx, weights, *rest = _call_operator(calls, torch.ops.deepep_moe.dispatch, tensors, calls.number, *how, mode.num_sms)
-    handle = traced(calls.number, layout, expert_alignment, recv_x.shape[0], *rest, recv_topk_idx=idx if layout == "rank" else None)
+def dispatch(calls: Calls, args: DispatchArgs | CachedDispatchArgs, *, quantizes: bool = False) -> _Received:
+    """Make `calls.dispatch` differentiable.
+
+    quantizes: quantize the rows before they are sent. recv_x is `QuantizedRows` then, whose gradient is bf16
+    (docs/design/fp8_training.md has the arithmetic)."""
+    x, x_scales, topk_weights = args.x, args.x_scales, args.topk_weights
+    if quantizes or not is_watched((x, x_scales, args.topk_idx if isinstance(args, DispatchArgs) else None, topk_weights)):
+        if quantizes:
+            rows = calls.refuse_on_failure(QuantizedRows.of, x)
+            args = replace(args, x=rows.values, x_scales=rows.scales)
+        send = partial(_send, calls, args, quantizes)
+        received: _Received = _Dispatch.apply(x, topk_weights, send) if needs_gradients((x, topk_weights)) else send()
+        return received
+    if isinstance(args, DispatchArgs):
+        tensors, how = (x, x_scales, args.topk_idx, topk_weights), (args.layout, args.expert_alignment, args.num_recv_rows)
+        outputs = _call_operator(calls, torch.ops.deepep_moe.dispatch, tensors, calls.number, *how, args.mode.num_sms)
+        recv_x, scales, idx, weights, *rest = outputs
+        idx_of_rank = idx if args.layout == "rank" else None
+        handle: DispatchHandle = traced(calls.number, *how[:2], recv_x.shape[0], *rest, recv_topk_idx=idx_of_rank)
+    else:
+        handle, operator = args.handle, torch.ops.deepep_moe.dispatch_cached
+        recv_x, scales, weights = _call_operator(calls, operator, (x, x_scales, topk_weights), *_arguments(handle), args.mode.num_sms)
     return recv_x, None if x_scales is None else scales, None if topk_weights is None else weights, handle
 
 
-def dispatch_quantized(
-    calls: Calls, mode: Mode, x: Tensor, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: str, expert_alignment: int,
-    num_recv_rows: int, handle: DispatchHandle | None,
-) -> _Received:  # fmt: skip
-    """Quantize the rows and dispatch them, along `handle` if there is one. recv_x is `QuantizedRows`, whose gradient is bf16
-    (docs/design/fp8_training.md has the arithmetic)."""
-    sent = calls.refuse_on_failure(QuantizedRows.of, x)
-    args: DispatchArgs | CachedDispatchArgs
-    if handle is not None:
-        args = CachedDispatchArgs(mode, sent.values, sent.scales, topk_weights, handle)
-    else:
-        assert topk_idx is not None  # checked
-        how = layout, expert_alignment, num_recv_rows, calls.number
-        args = DispatchArgs(mode, sent.values, sent.scales, topk_idx, topk_weights, *how)
-    return _differentiable(x, topk_weights, partial(_send, calls, args, is_quantized=True))
-
-
-def _send(calls: Calls, args: DispatchArgs | CachedDispatchArgs, is_quantized: bool = False) -> _Received:
-    if isinstance(args, DispatchArgs):
-        rows, handle = calls.dispatch(args)
-    else:
-        rows, handle = calls.dispatch_cached(args), args.handle
+def _send(calls: Calls, args: DispatchArgs | CachedDispatchArgs, is_quantized: bool) -> _Received:
+    rows, handle = calls.dispatch(args)
     if is_quantized:
         assert rows.recv_x_scales is not None  # they were sent
         return QuantizedRows(rows.recv_x, rows.recv_x_scales), None, rows.recv_topk_weights, handle
     return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights, handle
-
-
-def _differentiable(x: Tensor, topk_weights: Tensor | None, send: Callable[[], _Received]) -> _Received:
-    """Return `send()`, differentiable in x and topk_weights if either needs a gradient."""
-    received: _Received = _Dispatch.apply(x, topk_weights, send) if needs_gradients((x, topk_weights)) else send()
-    return received
 
 
 class _Dispatch(Function):
@@ -285,17 +272,6 @@ def _dispatch_backward(
 # ---- dispatch along a handle ----
 
 
-def dispatch_cached(
-    calls: Calls, mode: Mode, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Make `calls.dispatch_cached` differentiable. Return recv_x, recv_x_scales, recv_topk_weights."""
-    tensors = (x, x_scales, topk_weights)
-    if not is_watched(tensors):
-        return _differentiable(x, topk_weights, partial(_send, calls, CachedDispatchArgs(mode, *tensors, handle)))[:3]
-    recv_x, scales, weights = _call_operator(calls, torch.ops.deepep_moe.dispatch_cached, tensors, *_arguments(handle), mode.num_sms)
-    return recv_x, None if x_scales is None else scales, None if topk_weights is None else weights
-
-
 define(f"dispatch_cached(Tensor x, Tensor? x_scales, Tensor? topk_weights, {_HANDLE}, int? num_sms) -> (Tensor, Tensor, Tensor)")
 
 
@@ -304,7 +280,7 @@ def _dispatch_cached_operator(
     num_rows: int, num_sms: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     calls, along = calls_of(buffer), _along(traced(buffer, layout, expert_alignment, num_rows, *handle))
-    rows = calls.dispatch_cached(CachedDispatchArgs(calls.mode_of(num_sms), x, x_scales, topk_weights, along))
+    rows, _ = calls.dispatch(CachedDispatchArgs(calls.mode_of(num_sms), x, x_scales, topk_weights, along))
     return _filled(rows, handle[0].shape[1], layout)
 
 
@@ -336,7 +312,7 @@ def combine(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Make `calls.combine` differentiable. Return combined_x, and the combined gradients of topk_weights, or None without them.
 
-    quantizes: the backward quantizes its gradient before it is sent, as `dispatch_quantized` does with x."""
+    quantizes: the backward quantizes its gradient before it is sent, as `dispatch` does with x."""
     tensors = (x, weights, bias, topk_weight_grads)
     if quantizes or not is_watched(tensors):
         bring_back = partial(calls.combine, CombineArgs(mode, *tensors, handle))
@@ -385,10 +361,9 @@ def _combine_gradients(
     if scaled:  # a weighted combine never has topk_weight_grads
         x, weights = scaled
         grad_x, grad_weights = scaled_gradients(calls, rows, handle, x, weights)
-    elif quantizes:
-        grad_x, *_ = dispatch_quantized(calls, calls.own_mode, rows, None, None, handle.layout, handle.expert_alignment, -1, handle)
     else:
-        grad_x, _, grad_topk_weight_grads = dispatch_cached(calls, calls.own_mode, rows, None, grads, handle)
+        args = CachedDispatchArgs(calls.own_mode, rows, None, grads, handle)
+        grad_x, _, grad_topk_weight_grads, _ = dispatch(calls, args, quantizes=quantizes)
     watch_backward(calls)
     return grad_x, grad_weights, rows if ctx.with_bias else None, grad_topk_weight_grads
 
@@ -400,9 +375,9 @@ def scaled_gradients(
     the backend can, the experts' ranks compute them."""
     grad = repeated(grad, tokens_per_row)
     if calls.capabilities.can_scale and not torch.is_grad_enabled() and not is_watched((grad,)):
-        rows = calls.dispatch_cached(CachedDispatchArgs(calls.own_mode, grad, None, None, handle, RowScaling(weights, aligned(x))))
+        rows, _ = calls.dispatch(CachedDispatchArgs(calls.own_mode, grad, None, None, handle, RowScaling(weights, aligned(x))))
         return rows.recv_x, rows.grad_weights
-    grad_x, _, _ = dispatch_cached(calls, calls.own_mode, grad, None, None, handle)
+    grad_x, *_ = dispatch(calls, CachedDispatchArgs(calls.own_mode, grad, None, None, handle))
     if torch.is_grad_enabled():
         return differentiable_scale_rows_backward(grad_x, x, weights)
     gradients: tuple[Tensor, Tensor] = call("scale_rows_backward", (grad_x, x, weights))
