@@ -35,7 +35,6 @@ class LowLatencyBackend(Connectable):
         self.process_id = os.getpid()
         self._native = native
         self.workspace_bytes: int = native.workspace_bytes
-        self.handle_bytes: int = native.handle_bytes
 
     # ---- calls ----
 

@@ -38,8 +38,7 @@ def sent_bytes(buffer):
         noted.append((args.x.nbytes + (0 if args.x_scales is None else args.x_scales.nbytes)) // len(args.x))
         return stock(args)
 
-    for name in ("dispatch", "dispatch_cached"):
-        setattr(buffer.calls, name, partial(noting, getattr(buffer.calls, name)))
+    buffer.calls.dispatch = partial(noting, buffer.calls.dispatch)
     return noted
 
 
