@@ -190,7 +190,7 @@ KINDS = {"rows": {}, "gradients": {}, "bounded": {}, "fp8": {}, "lanes": {"sums"
 @on_ranks(2, how=MODES, kind=KINDS)
 def test_files_that_a_call_passes(rank, how, kind):
     buffer, x, idx = on_gpus(rank, backend="nvshmem" if kind == "nodes" else "nvlink", **KINDS[kind])
-    natives, options = [(buffer.calls, "native"), (buffer.calls.backend, "_exchange")], MODES[how]
+    natives, options = [(buffer.calls, "native"), (buffer.calls.backend, "_native")], MODES[how]
     rows = {"x": x.requires_grad_(kind not in ("rows", "fp8"))}
     if kind == "fp8":
         rows = {"x": x.to(torch.float8_e4m3fn), "x_scales": torch.ones(len(x), 1, device=x.device)}
