@@ -83,3 +83,7 @@ def main(arguments: list[str]) -> int:
         print(f"{name}: {'built' if name in built else 'not built, see above; -v shows all that the build says'}")
     print(subprocess.run([sys.executable, "-P", "-c", _SHOW], capture_output=True, text=True, cwd=PACKAGE.parent).stdout, end="")
     return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

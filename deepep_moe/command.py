@@ -9,7 +9,7 @@ COMMANDS = {
     "doctor": ("deepep_moe.doctor.page", "say what this machine can run, and what to do where not"),
     "topology": ("deepep_moe.topology.command", "show NUMA nodes, GPUs and NICs, or settings of NCCL"),
     "tune": ("deepep_moe.tune.command", "find the fastest settings of dispatch and combine on this machine"),
-    "launch": ("deepep_moe.launch", "start ranks as torchrun does, each bound beside its GPU"),
+    "launch": ("deepep_moe.launch", "start ranks as torchrun does, with --bind each beside its GPU"),
     "build": ("deepep_moe.build", "build the modules that a wheel leaves out"),
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 TORCH = ((2, 6), (2, 16))
 """Versions of PyTorch: from, and the first that is too new. pyproject.toml has the same."""
 
-BUILD_AGAIN = "pip install --force-reinstall --no-deps --no-build-isolation deepep_moe"
+BUILD_AGAIN = "in a clone: pip install --force-reinstall --no-deps --no-build-isolation ."
 
 _PACKAGE = Path(__file__).parent
 
