@@ -352,7 +352,9 @@ struct GpuQuantizeWeightsParams {
     float* scales_t;                              // [num_matrices, num_columns / 128, num_rows / 128]
 };
 
-// The parameters of a plan of copies of hot experts, and of the physical experts of top-k entries.
+// ---- copies of hot experts ----
+
+// The parameters of a plan of copies, and of the physical experts of top-k entries.
 struct CopyPlanParams {
     int num_ranks, num_experts, num_slots, rank;
     int cost, capacity;       // both in rows; -1 means no capacity

@@ -1,8 +1,7 @@
 // Sends between nodes in a low-latency combine, around the node's sending kernel (cuda/low_latency_combine.cu).
 //
-//   weigh  Brings the weights, if the call has any. It runs before that kernel, which then finds weights of other nodes as if their ranks
-//   were
-//          in this one.
+//   weigh  Brings the weights, if the call has any. It runs before that kernel, which then finds weights of other nodes as if their
+//          ranks were in this one.
 //   sum    Runs after that kernel, which has pushed this rank's sums to the rank of this node that has the index of the token's rank. It
 //          meets the ranks of its node, enters the call in the other nodes, and adds up the sums of its node for tokens of those. It puts
 //          one row at a time.

@@ -54,7 +54,7 @@ def test_size_is_within_its_limit(name):
 def test_an_argument_of_combine_touches_few_files():
     paths = [path for folder in ("deepep_moe", "csrc", "integrations") for path in files(folder, SOURCES)]
     touched = [path for path in paths if "sums_lanes" in path.read_text()]
-    assert len(touched) <= 7, f"docs/design/autograd.md counts 7, and these are {len(touched)}: {touched}"
+    assert len(touched) <= 6, f"docs/design/autograd.md counts 6, and these are {len(touched)}: {touched}"
 
 
 def is_in(module: str, room: str) -> bool:

@@ -1,4 +1,4 @@
-// Runs the GPU's gate for csrc/torch, and binds the functions around it. See deepep_moe/_C.pyi.
+// Runs the GPU's gate for csrc/torch, and binds the functions around it and plans of copies. See deepep_moe/_C.pyi.
 #include <array>
 #include <atomic>
 #include <stdexcept>
