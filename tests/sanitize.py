@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from by_expert_cases import doubled, equal
-from exchange_cases import Case, check_case, device_of
+from exchange_cases import Case, check_each, device_of
 from low_latency_cases import Case as LowLatencyCase
 from low_latency_cases import make_buffer, run_case
 
@@ -42,7 +42,7 @@ def few_blocks() -> None:
 
 def exchange(rank: int, num_ranks: int, case: Case) -> None:
     few_blocks()
-    check_case(rank, num_ranks, case)
+    check_each(rank, num_ranks, [case])
 
 
 def by_expert(rank: int, num_ranks: int, case: Case) -> None:

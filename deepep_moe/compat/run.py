@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> None:
         return print(_USAGE)
     if not rest or rest[0].startswith("-"):
         raise SystemExit(_USAGE)
-    if not is_module and not os.path.isfile(rest[0]):
+    if not is_module and not os.path.exists(rest[0]):
         raise SystemExit(f"python -m deepep_moe.compat.run: no such script: {rest[0]!r} (current folder: {os.getcwd()})")
     install()
     if is_module:

@@ -180,13 +180,29 @@ def traced(
     return TracedHandle(buffer_id, layout, expert_alignment, num_rows, *parts)
 
 
+def _shown(name: str) -> Any:
+    return property(attrgetter(f"native.{name}"))
+
+
 class PackedHandle(DispatchHandle):
     """A handle that `deepep_moe._torch` has made. Its tensors are views of one allocation, made on access: four allocations would delay a
     host that waits for a GPU's counts."""
 
+    buffer_id: int = _shown("buffer_id")
+    layout: str = _shown("layout")
+    expert_alignment: int = _shown("expert_alignment")
+    num_rows: int = _shown("num_rows")
+    num_tokens: int = _shown("num_tokens")
+    topk_idx: Tensor = _shown("topk_idx")
+    recv_row_idx: Tensor = _shown("recv_row_idx")
+    recv_counts: Tensor = _shown("recv_counts")
+    num_recv_tokens_per_expert: Tensor = cached_property(attrgetter("native.num_recv_tokens_per_expert"))  # every call along it returns it
+    call: Tensor = _shown("call")
+    recv_topk_idx: Tensor | None = _shown("recv_topk_idx")
+    is_unchanged: bool = _shown("is_unchanged")
+    has_recv_topk_idx: bool = _shown("has_recv_topk_idx")
+    is_late: bool = _shown("is_late")  # type: ignore[misc]
     has_parts = True  # they cannot be set
-    # Every call along the handle returns it.
-    num_recv_tokens_per_expert = cached_property(attrgetter("native.num_recv_tokens_per_expert"))
 
     __slots__ = ("native",)
 
@@ -221,11 +237,6 @@ class PackedHandle(DispatchHandle):
 
 
 _set_native = PackedHandle.native.__set__  # a frozen class refuses plain assignment
-for _name in (
-    "buffer_id", "layout", "expert_alignment", "num_rows", "num_tokens", "topk_idx", "recv_row_idx", "recv_counts", "call", "recv_topk_idx",
-    "is_unchanged", "has_recv_topk_idx", "is_late",
-):  # fmt: skip
-    setattr(PackedHandle, _name, property(attrgetter(f"native.{_name}")))
 
 
 def _of_memory(native: "NativeHandle", _num_rows: int, memory: Tensor, call: Tensor) -> DispatchHandle:

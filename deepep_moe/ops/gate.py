@@ -99,16 +99,19 @@ def gate(
         ValueError: a shape or number is out of bounds, tensors are on different devices, or a logit (with `check_finite`)
             or a bias is NaN or infinite.
     """
-    options = (
-        num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize, routed_scaling_factor, mask, index_dtype,
-        check_finite,
-    )  # fmt: skip
     native = native_for(logits)
     if native is not None:
-        output: GateOutput | None = native.gate(logits, num_topk, *options, False, 0, False)
+        output: GateOutput | None = native.gate(
+            logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize, routed_scaling_factor,
+            mask, index_dtype, check_finite, False, 0, False,
+        )  # fmt: skip
         if output is not None:
             return output
-    arguments = _checked(logits, num_topk, **dict(zip(gate.__kwdefaults__, options, strict=True)))  # type: ignore[arg-type]
+    arguments = _checked(
+        logits, num_topk, num_groups=num_groups, topk_groups=topk_groups, group_score_topk=group_score_topk,
+        score_function=score_function, expert_bias=expert_bias, normalize=normalize, routed_scaling_factor=routed_scaling_factor,
+        mask=mask, index_dtype=index_dtype, check_finite=check_finite,
+    )  # fmt: skip
     return GateOutput(*call("gate", (logits, expert_bias, mask), *arguments, False, 0, False)[:3])
 
 

@@ -135,10 +135,13 @@ def _backward(
     return of_logits, *[None] * (ctx.num_inputs - 1)
 
 
-def gradient_of_logits(*arguments: Any) -> Tensor:
-    """Return the gradient for the arguments of `gate_backward`, which can be differentiated again where that is wanted."""
+def gradient_of_logits(
+    grad_topk_weights: Tensor | None, grad_probs: Tensor | None, grad_shares: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any
+) -> Tensor:
+    """Return the gradient, which can be differentiated again where that is wanted."""
+    arguments = (grad_topk_weights, grad_probs, grad_shares, logits, topk_idx)
     is_to_be_differentiated = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return grad_logits(*arguments) if is_to_be_differentiated else call("gate_backward", arguments[:5], *arguments[5:])
+    return grad_logits(*arguments, *weights) if is_to_be_differentiated else call("gate_backward", arguments, *weights)
 
 
 def _gate_backward(
@@ -155,8 +158,9 @@ def _gate_backward(
     return grad
 
 
-def _gate_backward_fake(*arguments: Any) -> Tensor:
-    logits: Tensor = arguments[3]
+def _gate_backward_fake(
+    grad_topk_weights: Tensor | None, grad_probs: Tensor | None, grad_shares: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any
+) -> Tensor:
     return logits.new_empty(logits.shape)
 
 

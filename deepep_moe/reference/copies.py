@@ -56,7 +56,7 @@ def plan_copies(counts: Tensor, num_slots: int, cost: int, capacity: int = -1) -
         best = min(best, spread(num_rows, num_ranks, num_slots, threshold, max(cost, 1)), key=badness)  # the first, if equal
     for threshold in thresholds if badness(best)[0] else ():
         best = min(best, fill(num_rows, num_ranks, num_slots, threshold), key=badness)
-    copies, rows = (torch.full((num_ranks, num_slots), value, dtype=torch.int32) for value in (-1, 0))
+    copies, rows = (torch.full((num_ranks, num_slots), value, dtype=torch.int32, device=counts.device) for value in (-1, 0))
     for rank, held in enumerate(best):
         for slot, (expert, taken) in enumerate(held):
             copies[rank, slot], rows[rank, slot] = expert, taken
@@ -168,4 +168,5 @@ def physical_topk_idx(topk_idx: Tensor, counts: Tensor, copies: Tensor, rows: Te
             return num_ranks * (num_local + num_slots)
         return expert if expert == -1 else next(targets[expert], expert + expert // num_local * num_slots)
 
-    return torch.tensor([place(expert) for expert in topk_idx.flatten().tolist()], dtype=topk_idx.dtype).view(topk_idx.shape)
+    places = [place(expert) for expert in topk_idx.flatten().tolist()]
+    return torch.tensor(places, dtype=topk_idx.dtype, device=topk_idx.device).view(topk_idx.shape)

@@ -1,6 +1,7 @@
 """The buffers, and the copies of experts, that the layers of one process share."""
 
 import atexit
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Hashable
@@ -106,10 +107,15 @@ def all_buffers() -> list[Buffer]:
     return [buffer for registry in _registries.values() for buffer in registry.buffers()]
 
 
+def _in_use() -> list[BufferRegistry]:
+    gc.collect()  # a registry that nobody refers to goes on all ranks alike
+    return list(_registries.values())
+
+
 def recover() -> None:
     """Bring the buffers of all layers back into step after an error, as `Buffer.recover` does. Collective over their groups; does nothing
     where no layer has run."""
-    for registry in list(_registries.values()):
+    for registry in _in_use():
         registry.recover()
 
 
@@ -117,16 +123,17 @@ def suspend() -> None:
     """Give the exchange memory of all layers back until `resume`, as `Buffer.suspend` does, such as while a rollout runs in the same
     process. Collective over the groups of all buffers, between steps; does nothing where no layer has run.
 
-    Forwards raise BufferSuspendedError meanwhile. Raises what `Buffer.suspend` raises. CUDA graphs stay valid, as it says.
+    Forwards raise BufferSuspendedError meanwhile. With copies of experts no backward of an earlier forward may follow. Raises what
+    `Buffer.suspend` raises. CUDA graphs stay valid, as it says.
     """
-    for registry in list(_registries.values()):
+    for registry in _in_use():
         registry.suspend()
 
 
 def resume() -> None:
     """Make the memory again that `suspend` has given back, as `Buffer.resume` does. Collective as `suspend`. May be called again if a rank
     had no memory: all ranks then raise BufferSuspendedError."""
-    for registry in list(_registries.values()):
+    for registry in _in_use():
         registry.resume()
 
 

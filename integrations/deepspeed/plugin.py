@@ -182,7 +182,7 @@ def _plans(layers: Iterable[Layer], options: Options) -> list[Plan]:
     """Return the plan of each layer. Layers of one group and width get the same plan, which is large enough for all of them."""
     sizes = [_size(layer) for layer in layers]
     num_slots, plans = 0 if options.balance is None else options.balance.num_slots, dict[object, Plan]()
-    for key in {key for key, _, _ in sizes}:
+    for key in dict.fromkeys(key for key, _, _ in sizes):  # all ranks make plans in one order
         alike = [(num_local_experts, num_topk) for other, num_local_experts, num_topk in sizes if other == key]
         served = [num_topk for _, num_topk in alike if options.exact or num_topk <= MAX_TOPK]  # others keep their own dispatch
         plans[key] = Plan(options, max(alike)[0] + num_slots, max(served, default=1))

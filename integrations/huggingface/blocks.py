@@ -183,10 +183,10 @@ def _find(model: nn.Module) -> list[_Block]:
     if not blocks and spread:
         raise ValueError(f"{type(model).__name__} is already spread ({spread[0]} and {len(spread) - 1} more); call spread_experts once")
     if not blocks:
-        others = [f"{name} is {type(each).__name__}, of another kind" for name, each in model.named_modules() if name.endswith("experts")]
+        others = [f"{name} is a {type(each).__name__}; " for name, each in model.named_modules() if name.rpartition(".")[2] == "experts"]
         raise ValueError(
             f"{type(model).__name__} has no module `experts` with gate_up_proj [num_experts, 2 * intermediate, hidden] and down_proj "
-            f"[num_experts, hidden, intermediate]; {others[0] if others else 'transformers 5 and newer has them so'}"
+            f"[num_experts, hidden, intermediate]; {others[0] if others else ''}transformers 5 and newer has those of most models so"
         )
     for name, _, _ in blocks:
         for weight in WEIGHTS:

@@ -217,7 +217,7 @@ def _save_pretrained(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _push_to_hub(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if _layers(self, are_spread=True):
+    if _layers(self, are_spread=True) and not getattr(self, "_hf_peft_config_loaded", False):
         raise ValueError("every rank would upload a part of the model; let all save_pretrained to a directory, and one upload that")
     return stock(self, *args, **kwargs)
 

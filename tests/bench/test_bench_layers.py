@@ -52,6 +52,8 @@ def test_megatron(tmp_path):
 @pytest.mark.slow
 def test_deepspeed(tmp_path):
     pytest.importorskip("deepspeed")
+    from deepspeed_cases import repeats_bits
+
     sizes = {"num_tokens": 24, "hidden": 32, "ffn_hidden": 16, "num_topk": 2, "num_experts": 4, "num_layers": 2, "repeats": 2}
     printed, records = records_of("deepspeed", tmp_path, **sizes)
     assert "without grouped products" not in printed, "grouped experts are grouped"
@@ -69,5 +71,5 @@ def test_deepspeed(tmp_path):
         what, mode = r["op"].split()[1:3]
         more = {"exchange": set(), "communication": {"gate"}, "layer": {"gate", "experts"}}
         assert set(r["differences"]) == {"output", "input"} | more[what]
-        is_exact = what != "layer" and mode == "exact"
+        is_exact = what != "layer" and mode == "exact" and repeats_bits()
         assert not (is_exact and any(r["differences"].values())), "to the bit, where experts change nothing"

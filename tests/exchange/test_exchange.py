@@ -135,7 +135,10 @@ def test_asynchronous_calls(rank, backend):
     buffer, x, idx, _ = opened(Case([600, 400], hidden=256), backend, rank)
     plain = buffer.dispatch(x, idx)
     expected = buffer.combine(plain.recv_x, plain.handle)
-    combined, event = buffer.combine(plain.recv_x, plain.handle, async_op=True)
+    out = buffer.dispatch(x, idx, async_op=True)
+    out.event.wait()
+    assert out.hook is None and (out.event.query() or backend == "nvlink")
+    combined, event = buffer.combine(out.recv_x, out.handle, async_op=True)
     again = buffer.combine(plain.recv_x, plain.handle)  # waits its turn
     event.wait()
     if backend == "nvlink":  # there `wait` holds the stream, not the host

@@ -56,14 +56,16 @@ def test_low_latency_calls(rank, backend, how):
         low_latency_cases.run_case(under(partial(default_device, how), buffer), replace(case, mode=mode, fp8=fp8), rank, backend)
 
 
-def test_gate():
+def test_gate_and_plans_of_copies():
     logits = torch.randn(16, 8, generator=torch.Generator().manual_seed(3))
+    counts = torch.tensor([[40, 0, 1, 2], [40, 0, 1, 2]], dtype=torch.int32, device="cpu")
 
     def results():
         leaf = logits.clone().requires_grad_()
         idx, weights, _ = ops.gate(leaf, 2)
         weights.square().sum().backward()
-        return [idx, weights, leaf.grad]
+        plan = ops.plan_copies(idx % 4, counts, 0, num_slots=1, cost=1)
+        return [idx, weights, leaf.grad, plan.copies, plan.rows, plan.topk_idx]
 
     expected = results()
     for how in HOW:

@@ -5,12 +5,13 @@ import contextlib
 import functools
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron_cases import ACTIVATION_RECOMPUTED, BF16, assert_same, build_layer, draw, expert_biases, layer_config, layer_of, on_megatron
-from megatron_states import assert_equal_states, change, metadata, optimizer_pieces, sharded_tensors
+from megatron_states import assert_equal_states, change, metadata, optimizer_pieces, save, sharded_tensors
 from te_experts import TE, expert_layer, te_experts
 
 pytest.importorskip("megatron.core")
@@ -290,3 +291,19 @@ def test_a_flattened_range_is_refused():
     factory = stack_sharded(entries, stacked, "w")
     with pytest.raises(ValueError, match="the optimizer saves a flattened range .* 'dp_reshardable' or 'fully_reshardable'"):
         factory.build_fn("optimizer.w", stacked, 0, slice(0, 1))
+
+
+@OF_BOTH
+@on_megatron(2, experts="own")
+def test_sharded_checkpoints(rank: int, num_ranks: int, sizes: dict[str, int], kind: str, tmp_path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    for number, ways in enumerate(WAYS):
+        source, target = (expert_layer(sizes, kind, grouped, **expert_biases()).experts for grouped in ways)
+        change(source, seed=100 * rank)
+        path = tmp_path / str(number)
+        save(source.sharded_state_dict("e.", (), metadata()), path)
+        loaded = dist_checkpointing.load(target.sharded_state_dict("e.", (), metadata()), str(path), strict="raise_all")
+        result = target.load_state_dict({name.removeprefix("e."): value for name, value in loaded.items()})
+        assert not result.missing_keys and not result.unexpected_keys
+        assert_equal_states(target.state_dict(), source.state_dict())
