@@ -180,8 +180,8 @@ def traced(
     return TracedHandle(buffer_id, layout, expert_alignment, num_rows, *parts)
 
 
-def _shown(name: str) -> Any:
-    return property(attrgetter(f"native.{name}"))
+def _shown(name: str, kind: Callable[[Any], Any] = property) -> Any:
+    return kind(attrgetter(f"native.{name}"))
 
 
 class PackedHandle(DispatchHandle):
@@ -196,7 +196,7 @@ class PackedHandle(DispatchHandle):
     topk_idx: Tensor = _shown("topk_idx")
     recv_row_idx: Tensor = _shown("recv_row_idx")
     recv_counts: Tensor = _shown("recv_counts")
-    num_recv_tokens_per_expert: Tensor = cached_property(attrgetter("native.num_recv_tokens_per_expert"))  # every call along it returns it
+    num_recv_tokens_per_expert: Tensor = _shown("num_recv_tokens_per_expert", cached_property)  # every call along it returns it
     call: Tensor = _shown("call")
     recv_topk_idx: Tensor | None = _shown("recv_topk_idx")
     is_unchanged: bool = _shown("is_unchanged")
