@@ -10,8 +10,9 @@ from deep_ep_cases import BACKENDS, SIZES, VERSIONS, Wanted, ascending
 from exchange_cases import Case, assert_same, device_of, poison_outputs
 from on_ranks import on_ranks
 
-from deepep_moe import ops
+from deepep_moe import Buffer, ops
 from deepep_moe.compat.deep_ep.hybrid import indices_to_map
+from deepep_moe.compat.deep_ep.widths import combine_with_lanes
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.calls import live_calls
 
@@ -96,3 +97,12 @@ def test_equals_reference(rank, num_ranks, name, backend):
         expected = torch.where(idx < 0, 0.0, want.topk_weights)
         assert_same("weights", back, indices_to_map(idx, expected, len(idx), 12)[1] if is_hybrid else expected)
     dist.barrier()  # a rank without tokens waits for nothing, and what it sends would end with it
+
+
+@on_ranks(4, backend=("shm", "collective"), per_node=(4, 2))
+def test_lanes_are_summed_over_ranks_and_nodes(rank, backend, per_node):
+    """Every rank gets each token and gives rank + 1 for each of its lanes, whoever has the expert."""
+    buffer = Buffer(None, 3, 16, 4, 4, backend=backend, ranks_per_node=per_node)
+    out = buffer.dispatch(torch.ones(3, 16), torch.arange(4).repeat(3, 1), torch.ones(3, 4), layout="rank")
+    _, sums = combine_with_lanes(buffer, out.recv_x, out.handle, torch.full_like(out.recv_topk_weights, rank + 1))
+    assert torch.equal(sums, torch.full((3, 4), 10.0))
