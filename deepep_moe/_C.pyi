@@ -265,6 +265,7 @@ def gpu_plan_copies(
     capacity: int,
     stream: int,
 ) -> None: ...
+def gpu_rows_of_copies(rows: Tensor, of_copies: Tensor, group_ends: Tensor, num_home: int, is_back: bool, stream: int) -> None: ...
 def gpu_top2(
     gates: Tensor,
     scores: Tensor,

@@ -372,4 +372,13 @@ struct CopyPlanParams {
     DEEPEP_MOE_HD int physical_slot(int slot) const { return slot + (slot / num_slots + 1) * num_local(); }
 };
 
+struct RowsOfCopiesParams {
+    int64_t num_rows, row_bytes;  // of both tensors; bytes: a multiple of 4
+    const int32_t* group_ends;    // [num_groups] where the rows of each group end: those of experts at home first, then those of copies
+    int num_home, num_groups;
+    std::byte* rows;       // [num_rows, ...] all of a rank
+    std::byte* of_copies;  // [num_rows, ...] those of copies from the begin on
+    bool is_back;          // they move from `of_copies` to `rows`
+};
+
 }  // namespace deepep_moe

@@ -561,24 +561,21 @@ def tell_failure(calls: Calls, error: BaseException) -> None:
             calls.refuse(error)
 
 
-def notify_peers_on_failure(buffer: "Buffer", function: Callable[..., _Result], *args: object, most: int = 1) -> _Result:
+def notify_peers_on_failure(buffer: "Buffer", function: Callable[..., _Result], *args: object) -> _Result:
     """Return `function(*args)`, which makes no call of the buffer or ends with one. If it fails before that call, the peers raise
-    EPPeerError with the same error instead of waiting. `most`: see `notify_peers`."""
+    EPPeerError with the same error instead of waiting."""
     if torch.compiler.is_compiling():
         return function(*args)
     num_calls = buffer.num_calls
     try:
         return function(*args)
     except BaseException as error:
-        notify_peers(buffer, error, num_calls, most=most)
+        notify_peers(buffer, error, num_calls)
         raise
 
 
-def notify_peers(buffer: "Buffer", error: BaseException, num_calls: int | None = None, *, most: int = 1) -> None:
+def notify_peers(buffer: "Buffer", error: BaseException, num_calls: int | None = None) -> None:
     """Make the peers raise EPPeerError with this error in their next call of the buffer. If this rank has made more than `num_calls`
-    calls, they know already. On GPUs, where a peer's host does not wait for the first of `most` calls, each is refused."""
-    if buffer.calls.is_destroyed:
-        return
-    num_made = 0 if num_calls is None else buffer.num_calls - num_calls
-    for _ in range((1 if buffer.calls.native is None else most) - num_made):
+    calls, they know already."""
+    if not buffer.calls.is_destroyed and num_calls in (None, buffer.num_calls):
         tell_failure(buffer.calls, error)

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from deepep_moe import _C
 from deepep_moe.arguments import as_int
-from deepep_moe.device import FLOATS
+from deepep_moe.device import FLOATS, is_gpu, launch
 from deepep_moe.errors import EPError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.calls import ENDS, PASS_FAILED, notify_peers, watch_pass
 from deepep_moe.exchange.expert_slots import ALIGNMENT, MAX_SLOTS, ExpertSlots
-from deepep_moe.exchange.handle import DispatchOutput
+from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.library import Context, Function
 from deepep_moe.ops.copies import CopyPlan, plan_copies
 from deepep_moe.ops.lanes import count_lanes
@@ -42,10 +43,10 @@ class Balance:
     Parameters, optimizers and checkpoints stay as they are. A weight is frozen on all ranks or on none.
 
     On GPUs the host looks at counts only once the products at home are queued, and with `num_recv_rows` not at all. Hooks of the experts'
-    outputs get those of copies too, for which it waits at once; with `num_recv_rows` they are refused.
+    outputs get those of copies too, for which the host waits at once, or with `num_recv_rows` the GPU for the copies.
 
-    A token's rows are summed by the ranks that compute them, so outputs may differ in last bits from those without copies. `Metrics` count
-    rows where they are computed: the slots of a rank come after its experts.
+    A token's rows are summed by the ranks that compute them, so outputs may differ in last bits from those without copies, but not with
+    `sums="lanes"` on H100 and H200 GPUs. `Metrics` count rows where they are computed: the slots of a rank come after its experts.
 
     Args:
         num_slots: copies that a rank may hold, 1 to 32. Their memory is num_slots x the bytes of an expert's weights and gradients.
@@ -153,14 +154,14 @@ class Copies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # of fetches
         self._fetching: bool | None = None  # whether the fetch that nobody waits for yet is part of a CUDA graph
 
-    def telling(self, buffer: Buffer, function: Callable[..., _Result], *args: object, most: int = 1) -> _Result:
+    def telling(self, buffer: Buffer, function: Callable[..., _Result], *args: object) -> _Result:
         """`notify_peers_on_failure` for a function that calls `plan`. Peers that wait in its calls of the slots are told first."""
         num_calls, of_buffer = self.slots.num_calls, buffer.num_calls
         try:
             return function(*args)
         except BaseException as error:
             self.tell(error, num_calls + CALLS_OF_PLAN)
-            notify_peers(buffer, error, of_buffer, most=most)
+            notify_peers(buffer, error, of_buffer)
             raise
 
     def tell(self, error: BaseException, num_calls: int) -> None:
@@ -178,10 +179,7 @@ class Copies:
 
     def plan(self, topk_idx: Tensor, weights: Parts, is_whole: bool, capacity: int | None = None) -> "Planned":
         """Plan the copies of a forward, and begin to fetch them. topk_idx: [num_tokens, num_topk], the experts of this rank's tokens.
-        is_whole: see `Planned`. capacity: as in `plan_copies`. Collective. Raises ValueError for weights that FSDP has taken apart,
-        and for hooks beside a capacity, with which rows of copies come apart."""
-        if is_whole and capacity is not None:
-            raise ValueError("the experts have hooks, which see no rows of copies where rows are bounded; leave out the bound or the hooks")
+        is_whole: see `Planned`. capacity: as in `plan_copies`. Collective. Raises ValueError for weights that FSDP has taken apart."""
         if any(hasattr(weight, "device_mesh") for weight in weights):
             raise ValueError("FSDP wraps the experts themselves, but balance is given; wrap the whole layer, or leave out balance")
         self.join()
@@ -191,13 +189,13 @@ class Copies:
         self._counts[self._rank] = own[0]
         counts = self._counts[:, : self._num_experts]
         plan = plan_copies(topk_idx, counts, self._rank, num_slots=self._num_slots, cost=self._cost, capacity=capacity)
-        return self.follow(plan, weights, is_whole)
+        return self.follow(plan, weights, is_whole, capacity is not None)
 
-    def follow(self, plan: CopyPlan, weights: Parts, is_whole: bool) -> "Planned":
-        """Begin to fetch the copies of a plan. Collective."""
+    def follow(self, plan: CopyPlan, weights: Parts, is_whole: bool, is_bounded: bool) -> "Planned":
+        """Begin to fetch the copies of a plan. is_bounded: it has a capacity. Collective."""
         self.join()
         self.fetch(plan, weights)
-        return Planned(self, plan, weights, is_whole)
+        return Planned(self, plan, weights, is_whole, is_bounded)
 
     @property
     def is_over(self) -> bool:
@@ -240,14 +238,11 @@ class Planned:
     """The copies of one forward, which calls `run`, `end` and `fetch_in_backward` in this order.
 
     Products at home do not wait for the host or for copies. If it `is_whole`, they do: `run` returns the outputs of copies too, for hooks
-    of the experts, and takes counts on the host.
+    of the experts. If it `is_bounded`, the host never learns the counts.
     """
 
-    apart: DispatchOutput | None = None
-    """The rows of copies, where they came in a dispatch of their own. `run_apart` then runs them, and not `end`."""
-
-    def __init__(self, copies: Copies, plan: CopyPlan, weights: Parts, is_whole: bool):
-        self.plan, self.is_whole = plan, is_whole
+    def __init__(self, copies: Copies, plan: CopyPlan, weights: Parts, is_whole: bool, is_bounded: bool):
+        self.plan, self.is_whole, self._is_bounded = plan, is_whole, is_bounded
         self._copies, self._at_home = copies, weights
 
     def run(
@@ -262,18 +257,18 @@ class Planned:
         Args:
             product: computes rows of experts, and in `end` those of copies.
             tensors: the rows, [num_rows, ...] each, which may be `QuantizedRows`.
-            counts: the rows of the experts and of the copies, on any device.
+            counts: the rows of the experts and of the copies. They may be on a GPU, but for what `is_whole` and not bounded.
             main_grads: fp32 tensors for up and down, or None. The gradients of weights are added there, those of copies too.
         """
         copies, num_local = self._copies, len(self._at_home.up)
         held = (part.data for part in copies.weights)  # autograd is not to see that other layers use the memory
         weights = _Weights.apply(*self._at_home, *held, copies, self.plan, main_grads)
-        self._grads: list[list[tuple[int, Tensor]]] = [[] for _ in tensors]
+        self._grads: list[list[tuple[_Place, Tensor]]] = [[] for _ in tensors]
         pairs = [_Rows.apply(tensor, grads) for tensor, grads in zip(tensors, self._grads, strict=True)]
         self._rows, self._in_slots, self._weights = [rows for _, rows in pairs], counts[num_local:], Parts(*weights[2:])
         self._product = product
         y = product(tuple(rows for rows, _ in pairs), counts[:num_local], Parts(*weights[:2]), True)
-        return self._add_guests(y, counts.tolist()) if self.is_whole else y
+        return self._add_guests(y, counts) if self.is_whole else y
 
     @property
     def num_slots(self) -> int:
@@ -282,36 +277,60 @@ class Planned:
     def rows_of_experts(self) -> Tensor:
         return self._copies.rows_of_experts()
 
-    def end(self, y: Tensor, num_rows: list[int]) -> Tensor:
-        """Return y, the result of `run`, with the outputs of copies. num_rows: its counts, on the host."""
-        return y if self.is_whole else self._add_guests(y, num_rows)
+    def end(self, y: Tensor, handle: DispatchHandle) -> Tensor:
+        """Return y, the result of `run` for the rows of this handle, with the outputs of copies."""
+        if self.is_whole:
+            return y
+        return self._add_guests(y, handle.num_rows_per_expert if self._is_bounded else handle.num_rows_per_expert_list)
 
-    def _add_guests(self, y: Tensor, num_rows: list[int]) -> Tensor:
+    def _add_guests(self, y: Tensor, counts: Tensor | list[int]) -> Tensor:
         self._copies.join()
-        num_local = len(self._at_home.up)
-        first, num_guests, guests = sum(num_rows[:num_local]), sum(num_rows[num_local:]), None
-        if num_guests:
-            parts = [_Guests.apply(rows, first, num_guests, grads) for rows, grads in zip(self._rows, self._grads, strict=True)]
+        place, guests = _Place(counts, len(self._at_home.up)), None
+        if not place.is_empty:
+            parts = [_Guests.apply(rows, place, grads) for rows, grads in zip(self._rows, self._grads, strict=True)]
             guests = self._product(tuple(parts), self._in_slots, self._weights, False)
-        joined: Tensor = _Join.apply(y, guests, first, self._copies)
+        joined: Tensor = _Join.apply(y, guests, place, self._copies)
         return joined
-
-    def split_choices(self) -> tuple[Tensor, Tensor]:
-        """Return the plan's topk_idx twice, for dispatches apart: of the rows of experts at home, and of those of copies."""
-        idx, num_local = self.plan.topk_idx, len(self._at_home.up)
-        is_copy = idx % (num_local + self.num_slots) >= num_local
-        return idx.masked_fill(is_copy, -1), idx.masked_fill(~is_copy, -1)
-
-    def run_apart(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return the outputs of copies. tensors: the rows of `apart`, as in `run`."""
-        self._copies.join()
-        y: Tensor = _Join.apply(self._product(tensors, self._in_slots, self._weights, False), None, 0, self._copies)
-        return y
 
     def fetch_in_backward(self, y: Tensor) -> Tensor:
         """Return y, the output of the layer, whose backward begins with a fetch, as other layers have used the slots. Collective then."""
         fetched: Tensor = _Fetch.apply(y, *self._at_home, self._copies, self.plan)
         return fetched
+
+
+class _Place:
+    """Where the rows of copies lie: behind those at home. If only a GPU knows, they are moved to the begin of tensors with as many rows."""
+
+    def __init__(self, counts: Tensor | list[int], num_home: int):
+        """counts: rows of the experts and of the copies. Those on a GPU stay there."""
+        self._num_home, self._rows = num_home, None
+        if isinstance(counts, Tensor) and is_gpu(counts.device):
+            self._ends = counts.cumsum(0, dtype=torch.int32)
+        else:
+            sizes = counts.tolist() if isinstance(counts, Tensor) else counts
+            self._rows = slice(sum(sizes[:num_home]), sum(sizes))
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether the host knows that there are no such rows."""
+        return self._rows is not None and self._rows.start == self._rows.stop
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return the rows of copies. x: those of a rank, or `QuantizedRows`."""
+        if isinstance(x, QuantizedRows):
+            return QuantizedRows(self.take(x.values), self.take(x.scales))
+        return x[self._rows] if self._rows is not None else self._move(x.contiguous(), torch.empty_like(x), is_back=False)
+
+    def put(self, of_copies: Tensor, x: Tensor) -> None:
+        """Write what `take` has returned, or values of it, to its place in x."""
+        if self._rows is not None:
+            x[self._rows] = of_copies
+        else:
+            self._move(x, of_copies.contiguous(), is_back=True)
+
+    def _move(self, x: Tensor, of_copies: Tensor, is_back: bool) -> Tensor:
+        launch(_C.gpu_rows_of_copies, x, of_copies, self._ends, self._num_home, is_back, on=x)
+        return of_copies
 
 
 class _Weights(Function):
@@ -343,10 +362,10 @@ class _Weights(Function):
 
 
 class _Rows(Function):
-    """The rows of the products at home, and again for `_Guests`, which the host takes out once it knows where they are."""
+    """The rows of the products at home, and again for `_Guests`, which are taken out once their place is known."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, of_guests: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, x: Tensor, of_guests: list[tuple[_Place, Tensor]]) -> tuple[Tensor, Tensor]:
         ctx.of_guests = of_guests
         ctx.set_materialize_grads(False)
         return x.view_as(x), x.view_as(x)
@@ -354,8 +373,9 @@ class _Rows(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
-        for first, of_guests in ctx.of_guests:
-            grad[first : first + len(of_guests)] = of_guests
+        grad = grad.contiguous()
+        for place, of_guests in ctx.of_guests:
+            place.put(of_guests, grad)
         ctx.of_guests.clear()
         return grad, None
 
@@ -364,38 +384,33 @@ class _Guests(Function):
     """Rows of copies. `_Rows` gets their gradient through a list, so that nobody adds zeros to all the other rows."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, first: int, num_guests: int, of_guests: list[tuple[int, Tensor]]) -> Tensor:
-        ctx.shape, ctx.first, ctx.of_guests = x.shape, first, of_guests
-        return _rows_of(x, slice(first, first + num_guests))
+    def forward(ctx: Context, x: Tensor, place: _Place, of_guests: list[tuple[_Place, Tensor]]) -> Tensor:
+        ctx.shape, ctx.place, ctx.of_guests = x.shape, place, of_guests
+        return place.take(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.of_guests.append((ctx.first, grad))
-        return grad.new_empty(()).expand(ctx.shape), None, None, None
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.of_guests.append((ctx.place, grad))
+        return grad.new_empty(()).expand(ctx.shape), None, None
 
 
 class _Join(Function):
     """Writes the outputs of copies behind those at home."""
 
     @staticmethod
-    def forward(ctx: Context, home: Tensor, guests: Tensor | None, first: int, copies: Copies) -> Tensor:
-        ctx.copies, ctx.guests = copies, slice(first, first + (0 if guests is None else len(guests)))
+    def forward(ctx: Context, home: Tensor, guests: Tensor | None, place: _Place, copies: Copies) -> Tensor:
+        ctx.copies, ctx.place = copies, place
         ctx.mark_dirty(home)
         if guests is not None:
-            home[ctx.guests] = guests
+            place.put(guests, home)
         return home
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.copies.join()
-        guests = ctx.guests
-        return grad, _rows_of(grad, guests) if guests.start < guests.stop else None, None, None
-
-
-def _rows_of(x: Tensor, rows: slice) -> Tensor:
-    return QuantizedRows(x.values[rows], x.scales[rows]) if isinstance(x, QuantizedRows) else x[rows]
+        return grad, None if ctx.place.is_empty else ctx.place.take(grad), None, None
 
 
 class _Fetch(Function):

@@ -111,8 +111,8 @@ class MoELayer(RankExperts):
         expert_alignment: rows of an expert are padded with zero rows to a multiple of it. None: 1, or 128 with `fp8`.
         num_recv_rows: a bound on the rows that this rank receives in a forward, padding included, as in `Buffer.dispatch`. The host then
             waits for nothing. Not allowed with a sequence of experts, which needs counts on the host. A bound of ranks x tokens of a rank x
-            min(top-k, experts of a rank), plus padding, is always enough. None: no bound. With `balance` it bounds the rows of a rank's own
-            experts, and again those of its copies, and is the same on all ranks. Plans keep both together within it where slots suffice.
+            min(top-k, experts of a rank), plus padding, is always enough. None: no bound. With `balance` it bounds the rows of
+            copies too, and is the same on all ranks. Plans keep them within it where slots suffice.
         fp8: send rows as fp8 in both passes, quantized once; the experts' products take them (docs/design/fp8_training.md). Needs bf16
             tokens, `GroupedExperts` without biases, and multiples of 128 for `hidden`, `intermediate`, `expert_alignment` and
             `num_recv_rows`. The experts weight the rows, so a token's sum is rounded at another place than without `fp8`.
@@ -174,8 +174,6 @@ class MoELayer(RankExperts):
         self.buffer = buffer
         if fp8 and buffer.sums != "ranks":
             raise ValueError(f"fp8 is True, whose experts weight the rows, but the buffer's sums={buffer.sums!r} weight them in combine")
-        if balance is not None and num_recv_rows is not None and buffer.sums != "ranks":
-            raise ValueError(f"balance and num_recv_rows make two sums, but the buffer has sums={buffer.sums!r}; leave one of them out")
         made_for = (self.buffer.hidden, self.buffer.num_experts - num_ranks * num_slots, self.buffer.num_topk)
         if made_for != (router.hidden, router.num_experts, router.num_topk):
             raise ValueError(
@@ -202,18 +200,17 @@ class MoELayer(RankExperts):
         keeps the copies, 2 bytes per parameter. Pass False in the other forwards, which use the copies (docs/design/fp8_training.md).
         None: each forward quantizes.
 
-        Raises ValueError for another width, outputs of another shape, `is_first_microbatch=False` without copies, hooks of the experts
-        beside `balance` and `num_recv_rows`, or a data-parallel wrapper that has mixed the experts of ranks. Raises TypeError for outputs
+        Raises ValueError for another width, outputs of another shape, `is_first_microbatch=False` without copies, or a data-parallel
+        wrapper that has mixed the experts of ranks. Raises TypeError for outputs
         that are no tensors, and BackendUnavailableError for fp8 on a GPU without fp8 products. Also raises the errors of `Buffer.dispatch`,
         router and experts. The peers then raise EPPeerError.
         """
         check_is_first_microbatch(is_first_microbatch)
-        most = 2 if self._balance is not None and self.num_recv_rows is not None else 1
-        telling = tell = partial(notify_peers_on_failure, self.buffer, most=most)
+        telling = tell = partial(notify_peers_on_failure, self.buffer)
         copies = None
         if self._balance is not None:
             copies = tell(self._copies, self._balance)
-            telling = partial(copies.telling, self.buffer, most=most)
+            telling = partial(copies.telling, self.buffer)
         rows, out, planned = telling(self._dispatch, x, mask, copies)
         y, shared = tell(self._run_both, rows, out, is_first_microbatch, planned)
         settled = self.buffer.settle(out)  # if it raises, the dispatch has failed, which the peers know
@@ -240,13 +237,13 @@ class MoELayer(RankExperts):
             raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.router.hidden}")
         rows = x.reshape(-1, self.router.hidden).contiguous()
         topk_idx, topk_weights, _ = self.router(rows, mask)
-        planned, of_copies, bound = None, None, self.num_recv_rows
+        planned, bound = None, self.num_recv_rows
         if copies is not None:
             experts: Any = self.experts
             padding = (self.expert_alignment - 1) * self.buffer.num_local_experts
             most = None if bound is None else max(bound - padding, 0)
             planned = copies.plan(topk_idx, Parts(experts.up, experts.down), has_hooks(experts), most)
-            topk_idx, of_copies = (planned.plan.topk_idx, None) if bound is None else planned.split_choices()
+            topk_idx = planned.plan.topk_idx
         if self.fp8:
             check_products(rows.device)
         # Experts of another class, or with another forward, may not know of rows behind the last group.
@@ -255,9 +252,6 @@ class MoELayer(RankExperts):
         how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": GUESS if guesses else bound}
         how |= {"fp8": self.fp8, "layer": self._layer}
         out = self.buffer.dispatch(rows, topk_idx, topk_weights, **how)
-        if planned is not None and of_copies is not None:
-            send = partial(self.buffer.dispatch, rows, of_copies, topk_weights, **how)
-            planned.apart = notify_peers_on_failure(self.buffer, send)
         return rows, out, planned
 
     def _run_both(
@@ -272,13 +266,11 @@ class MoELayer(RankExperts):
         return y, shared
 
     def _combine(self, y: Tensor, shared: Tensor | None, out: DispatchOutput, planned: Planned | None = None) -> Tensor:
-        if planned is not None and planned.apart is not None:
-            shared = self._combine(planned.run_apart((planned.apart.recv_x, *self._probs_of(planned.apart))), shared, planned.apart)
-            return notify_peers_on_failure(self.buffer, self._combine, y, shared, out)
+        y = y.contiguous()
         if planned is not None:
-            y = planned.end(y, out.handle.num_rows_per_expert_list)
+            y = planned.end(y, out.handle)
         weights = None if self.fp8 else out.recv_topk_weights
-        combined: Tensor = self.buffer.combine(y.contiguous(), out.handle, weights, bias=shared, fp8=self.fp8)
+        combined: Tensor = self.buffer.combine(y, out.handle, weights, bias=shared, fp8=self.fp8)
         return combined
 
     def _probs_of(self, out: DispatchOutput) -> list[Any]:
@@ -290,10 +282,8 @@ class MoELayer(RankExperts):
         counts: Tensor | list[int] = out.handle.num_rows_per_expert
         if isinstance(self.experts, LocalExperts):
             counts = out.handle.num_rows_per_expert_list
-        elif planned is not None and planned.is_whole:
+        elif planned is not None and planned.is_whole and self.num_recv_rows is None:
             counts = out.handle.num_rows_per_expert_on_host
-        elif planned is not None and planned.apart is not None:
-            counts = out.handle.num_rows_per_expert + planned.apart.handle.num_rows_per_expert
         if self.fp8 and is_first_microbatch is not None:
             which["is_first_microbatch"] = is_first_microbatch
         y: Tensor = self.experts(out.recv_x, counts, *self._probs_of(out), **which)

@@ -47,10 +47,10 @@ class Options:
             )
         if self.balance is not None:
             check_is_balance(self.balance)
-            if self.exact or self.grouped_experts is False or self.sums != "ranks":
+            if self.exact or self.grouped_experts is False:
                 raise ValueError(
-                    f"balance is given with exact={self.exact}, grouped_experts={self.grouped_experts}, sums={self.sums!r}"
-                    "; pass exact=False, leave out sums, and do not set grouped_experts to False, or leave balance out"
+                    f"balance is given with exact={self.exact}, grouped_experts={self.grouped_experts}; pass exact=False, and do not set "
+                    "grouped_experts to False, or leave balance out"
                 )
         for name, choices in (("backend", BACKENDS), ("sums", SUMS)):
             check_choice(name, getattr(self, name), choices)

@@ -24,7 +24,7 @@ from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.integrations.common.warn_once import say_on
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
-from deepep_moe.integrations.megatron.cuda_graphs import check_graphs, holds_calls
+from deepep_moe.integrations.megatron.cuda_graphs import check_graphs
 from deepep_moe.integrations.megatron.gating import choice_for, stage_group
 from deepep_moe.integrations.megatron.grouped_experts import whose_experts
 from deepep_moe.integrations.megatron.options import Config
@@ -107,7 +107,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.buffers = buffers
         self._capacity = buffers.capacity_for(config)
         if buffers.options.balance is not None:
-            _check_balance(config, is_sync_free=self._capacity is not None)
+            _check_balance(config)
         self._fp8: str | bool = BLOCKWISE if buffers.options.fp8 else False
         check_graphs(config, buffers.options, self._capacity is not None)
         self.hidden_shape = torch.Size()
@@ -123,7 +123,6 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._runs_layer = False
         balance = buffers.options.balance
         self._num_slots = balance.num_slots if balance is not None and self.ep_size > 1 else 0  # of this rank, for copies of experts
-        self._most = 2 if self._num_slots > 0 and self._capacity is not None else 1  # dispatches of a forward, and combines
         self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # width of a row, as far as the config tells
         # A CUDA graph of the preprocessing must hand this over. Dotted names crash the local graphs of 0.16 and 0.17.
         self.cudagraph_attrs = ["topk_idx"]
@@ -220,7 +219,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             if copies is not None:
                 self._layer().experts.planned = None
                 copies.tell(error, last_call)
-            notify_peers(self.buffer, error, self._current.num_calls, most=self._most)
+            notify_peers(self.buffer, error, self._current.num_calls)
             self._forward = _Forward(self._current.buffer, self._current.num_calls)  # without the rows and the graph of this forward
             if isinstance(error, EPCapacityError):
                 error.add_note(HOW_TO_GO_ON)
@@ -249,7 +248,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 copies = self._copies()
                 if copies is not None and recorded() is not None:  # a second run, before its dispatch
                     copies.tell(error, copies.slots.num_calls + 1)
-                notify_peers(buffer, error, num_calls, most=self._most)
+                notify_peers(buffer, error, num_calls)
             raise
 
     def run_first_part(self, part: Callable[..., object], hidden_states: torch.Tensor, *args: object) -> Any:
@@ -358,12 +357,12 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         growing = self._find(num_tokens, self._hidden, hidden_states.device)
         x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.buffers.options.expert_alignment
         assert topk_idx is not None  # dispatch_preprocess has set it
-        planned = of_copies = None
+        planned = None
         if self._num_slots > 0:
             experts = self._layer().experts
             most = None if self._capacity is None else self._capacity.num_rows(growing.buffer, 1)
             planned = self._copies_for(growing.buffer).plan(topk_idx, experts.weights(), has_hooks(experts), most)
-            topk_idx, of_copies = (planned.plan.topk_idx, None) if most is None else planned.split_choices()
+            topk_idx = planned.plan.topk_idx
         noting = self._capacity if self._notes_excess else None
 
         def send_rows(buffer: Buffer, every_routing: bool) -> DispatchOutput:
@@ -371,10 +370,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             if self._capacity is not None:
                 num_rows = self._capacity.num_rows(buffer, alignment, every_routing=every_routing)
             how: dict[str, Any] = {"expert_alignment": alignment, "num_recv_rows": num_rows, "fp8": self._fp8}
-            out = buffer.dispatch(x, topk_idx, probs, layer=self._layer_number, **how)
-            if planned is not None and of_copies is not None:
-                planned.apart = notify_peers_on_failure(buffer, partial(buffer.dispatch, x, of_copies, probs, **how))
-            return out
+            return buffer.dispatch(x, topk_idx, probs, layer=self._layer_number, **how)
 
         def send(buffer: Buffer) -> DispatchOutput:  # naming itself, it would keep x until Python's garbage collector runs
             try:
@@ -386,8 +382,6 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 return send_rows(buffer, every_routing=True)
             if noting is not None and noting.factor is not None:
                 noting.note(out.handle)
-                if planned is not None and planned.apart is not None:
-                    noting.note(planned.apart.handle)
             return out
 
         def explained(call: Callable[..., tuple[Buffer, DispatchOutput]], *dispatched: object) -> tuple[Buffer, DispatchOutput]:
@@ -411,24 +405,19 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         if first_run.choice is not None:
             experts = self._layer().experts
             follow = self._copies_for(buffer).follow
-            planned = notify_peers_on_failure(buffer, follow, first_run.choice[0], experts.weights(), has_hooks(experts))
+            how = first_run.choice[0], experts.weights(), has_hooks(experts), self._capacity is not None
+            planned = notify_peers_on_failure(buffer, follow, *how)
         out = buffer.dispatch(x, None, probs, handle=first_run.handle, fp8=self._fp8)
-        if planned is not None and first_run.choice is not None and (of_copies := first_run.choice[2]) is not None:
-            again = partial(buffer.dispatch, x, None, probs, handle=of_copies, fp8=self._fp8)
-            planned.apart = notify_peers_on_failure(buffer, again)
         return _Forward(buffer, buffer.num_calls, out, planned=planned)
 
     def _record(self, handle: DispatchHandle) -> None:
         planned = self._current.planned
         assert self.topk_idx is not None  # dispatch_preprocess has set it
-        apart = None if planned is None or planned.apart is None else planned.apart.handle
-        record(Dispatched(self._current.buffer, handle, None if planned is None else (planned.plan, self.topk_idx, apart)))
+        record(Dispatched(self._current.buffer, handle, None if planned is None else (planned.plan, self.topk_idx)))
 
     def _counts_for_experts(self, out: DispatchOutput, planned: Planned | None) -> torch.Tensor:
-        if (self._capacity is None and not self._guesses_rows) or (planned is not None and planned.is_whole):
-            return out.handle.num_rows_per_expert_on_host
-        counts = out.handle.num_rows_per_expert
-        return counts if planned is None or planned.apart is None else counts + planned.apart.handle.num_rows_per_expert
+        waits = not self._guesses_rows or (planned is not None and planned.is_whole)
+        return out.handle.num_rows_per_expert_on_host if self._capacity is None and waits else out.handle.num_rows_per_expert
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -459,30 +448,19 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         if forward.settle is not None:
             hidden_states, out = self._of_all_rows(hidden_states, out)
         planned, forward.planned = forward.planned, None
-        apart, of_copies = None if planned is None else planned.apart, None
-        if planned is not None and apart is not None:
-            outputs = notify_peers_on_failure(forward.buffer, self._run_copies, planned, apart, most=2)
-        elif planned is not None:
-            hidden_states = notify_peers_on_failure(forward.buffer, planned.end, hidden_states, out.handle.num_rows_per_expert_list)
+        hidden_states = hidden_states.contiguous()
+        if planned is not None:
+            hidden_states = notify_peers_on_failure(forward.buffer, planned.end, hidden_states, out.handle)
         if self._shared is not None:
             self._shared.before_combine()
-        buffer = forward.buffer
         with _timed(forward.counting, hidden_states):
-            if apart is not None:
-                of_copies = buffer.combine(outputs, apart.handle, fp8=self._fp8)
-            combine = partial(buffer.combine, hidden_states.contiguous(), out.handle, forward.weights, bias=of_copies, fp8=self._fp8)
-            combined = combine() if apart is None else notify_peers_on_failure(buffer, combine)
+            combined: torch.Tensor = forward.buffer.combine(hidden_states, out.handle, forward.weights, fp8=self._fp8)
         forward.weights = None
         forward.num_calls = forward.buffer.num_calls
         if planned is not None:
             combined = planned.fetch_in_backward(combined)
         # Not in combine_postprocess, which may be a CUDA graph of its own, while the shared experts began outside of it.
         return combined if self._shared is None else self._shared.add_to(combined)
-
-    def _run_copies(self, planned: Planned, apart: DispatchOutput) -> torch.Tensor:
-        probs = apart.recv_topk_weights
-        assert probs is not None  # they were sent
-        return planned.run_apart((apart.recv_x, probs.double() if self.config.moe_router_dtype == "fp64" else probs))
 
     def _of_all_rows(self, hidden_states: torch.Tensor, out: DispatchOutput) -> tuple[torch.Tensor, DispatchOutput]:
         """Return the experts' outputs and the dispatch's. If the rows did not fit into those that the dispatch had guessed, both are new.
@@ -544,17 +522,9 @@ def _check_config(config: Config, expert_alignment: int) -> None:
         )
 
 
-def _check_balance(config: Config, is_sync_free: bool) -> None:
+def _check_balance(config: Config) -> None:
     """Raise ValueError for switches that copies of experts do not go with."""
-    if holds_calls(config):
-        raise ValueError(
-            "a CUDA graph would hold the dispatch, but balance is given; name only parts without it in cuda_graph_scope (0.19: "
-            "cuda_graph_modules), or leave balance out"
-        )
-    probs_on_input = ("moe_apply_probs_on_input",) if is_sync_free else ()
-    for name in (
-        "delay_wgrad_compute", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "add_bias_linear", *probs_on_input,
-    ):  # fmt: skip
+    for name in ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "add_bias_linear"):
         if getattr(config, name, False):
             raise ValueError(f"{name} is True, but balance is given, which does not go with it; leave one of the two out")
 

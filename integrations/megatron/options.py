@@ -51,9 +51,8 @@ class Options:
             self._check_fp8()
         if self.balance is not None:
             check_is_balance(self.balance)
-            if self.experts == "framework" or self.sums != "ranks":
-                name = "sums" if self.sums != "ranks" else "experts='framework'"
-                raise ValueError(f"balance and {name} are given; copies of experts do not go with it; leave one of the two out")
+            if self.experts == "framework":
+                raise ValueError("balance and experts='framework' are given, whose experts run no copies; leave one of the two out")
         if self.recv_capacity_factor is not None:
             check_capacity_factor("recv_capacity_factor", self.recv_capacity_factor)
             if not self.sync_free:

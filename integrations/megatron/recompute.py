@@ -27,8 +27,8 @@ class Dispatched(NamedTuple):
 
     buffer: Buffer
     handle: DispatchHandle
-    choice: tuple[CopyPlan, torch.Tensor, DispatchHandle | None] | None = None
-    """With copies of experts: their plan, topk_idx before it, and the handle of their rows if these came apart."""
+    choice: tuple[CopyPlan, torch.Tensor] | None = None
+    """With copies of experts: their plan, and topk_idx before it."""
 
 
 class _Run(NamedTuple):

@@ -139,18 +139,20 @@ def test_fp8_copies_have_the_bits_of_home(rank, num_ranks, backend):
 
 @on_ranks(4, backend=BACKENDS)
 def test_plans_keep_rows_within_a_bound(rank, num_ranks, backend):
-    """There is room for the mean of all ranks' rows, and once more for those of copies. Most rows are for experts of rank 0."""
+    """There is room for the mean of all ranks' rows, and most are for experts of rank 0. Hooks of experts see the rows of copies too."""
     num_rows = [sum(NUM_TOPK * len(tokens_of(each, step)) for each in range(num_ranks)) for step in range(2)]
     bound = -(-max(num_rows) // num_ranks)
 
-    def use(balance, **options):
+    def use(balance, is_hooked, **options):
         layer = layer_of(rank, num_ranks, balance, backend, num_recv_rows=balance and bound)
+        if is_hooked:
+            layer.experts.register_forward_hook(lambda module, args, y: y * 2)
         with torch.inference_mode():
             evaluated = layer(tokens_of(rank, 1).to(layer.experts.up.device))
         return [evaluated, *train(layer, rank, num_steps=2, **options)]
 
-    for options in ({}, {"recompute": True}):
-        for actual, expected in zip(use(Balance(2), **options), use(None), strict=True):
+    for is_hooked, options in ((False, {}), (False, {"recompute": True}), (True, {})):
+        for actual, expected in zip(use(Balance(2), is_hooked, **options), use(None, is_hooked), strict=True):
             assert torch.equal(actual, expected)
     with pytest.raises(EPMismatchError, match="ranks disagree on num_recv_rows"):
         layer_of(rank, num_ranks, Balance(2), backend, num_recv_rows=bound + rank)(tokens_of(rank, 1).to(device_of(backend, rank)))
@@ -158,11 +160,26 @@ def test_plans_keep_rows_within_a_bound(rank, num_ranks, backend):
     with pytest.raises(EPCapacityError, match="rank 0 would receive"):
         layer(tokens_of(rank, 1).to(layer.experts.up.device))
         layer.buffer.check()
-    layer = layer_of(rank, num_ranks, Balance(2), backend, num_recv_rows=bound)
-    layer.experts.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="the experts have hooks") if rank == 0 else pytest.raises((ValueError, EPPeerError)):
-        layer(tokens_of(rank, 1).to(layer.experts.up.device))
     dist.barrier()
+
+
+@pytest.mark.gpu
+@on_ranks(2, bound=(None, 120))
+def test_sums_by_lanes_have_the_bits_of_a_layer_without_copies(rank, num_ranks, bound):
+    """Of any values: a row has the same products on each rank, and a token adds its rows in one order."""
+
+    def use(balance):
+        layer = wide_layer(rank, num_ranks, balance, "nvlink", sums="lanes", num_recv_rows=balance and bound)
+        generator = torch.Generator().manual_seed(rank)
+        with torch.no_grad():
+            for values in (*layer.experts.parameters(), x := torch.empty(40, 128), grad := torch.empty(40, 128)):
+                values.copy_(torch.randn(values.shape, generator=generator))
+        x = x.to(layer.experts.up).requires_grad_()
+        y = layer(x)
+        y.backward(grad.to(y))
+        return [y.detach(), x.grad]
+
+    check_equal(use)
 
 
 @pytest.mark.gpu
@@ -282,7 +299,7 @@ def test_uses_of_layers(rank, num_ranks):
 
 @on_ranks(2, backend=BACKENDS, where=("router", "copies", "backward"))
 def test_peers_learn_of_a_failure(rank, num_ranks, where, backend):
-    calls = []
+    calls, failing = [], 1 if where == "copies" else 0  # rank 0 has the hot experts, rank 1 their copies
 
     def fail(*_):
         raise ValueError("broken here")
@@ -290,22 +307,24 @@ def test_peers_learn_of_a_failure(rank, num_ranks, where, backend):
     def activation(rows):
         y = torch.relu(rows)
         calls.append(1)
-        if rank == 0 and where == "copies" and len(calls) == 2:  # behind the rows at home, where they come apart
+        if rank == failing and where == "copies" and len(calls) == 2:  # behind the rows at home
             fail()
-        if rank == 0 and where == "backward" and y.requires_grad:
+        if rank == failing and where == "backward" and y.requires_grad:
             y.register_hook(fail)
         return y
 
     bound = 200 if where == "copies" else None
     layer = layer_of(rank, num_ranks, Balance(2, cost=1), backend, activation, num_recv_rows=bound)
-    if rank == 0 and where == "router":
+    if rank == failing and where == "router":
         layer.router.forward = fail
     begin = time.monotonic()
-    with pytest.raises(ValueError if rank == 0 else EPPeerError, match="failed" if rank == 1 and where == "backward" else "broken here"):
+    with pytest.raises(
+        ValueError if rank == failing else EPPeerError, match="failed" if rank != failing and where == "backward" else "broken here"
+    ):
         layer(tokens_of(rank, 1).to(layer.experts.up.device).requires_grad_()).sum().backward()
         look(layer.buffer)
     assert time.monotonic() - begin < 30
-    dist.barrier()  # until here rank 0 lives: a thread of autograd drops the pass that failed, which refuses the call
+    dist.barrier()  # until here the failing rank lives: a thread of autograd drops the pass that failed, which refuses the call
 
 
 @on_ranks(2)

@@ -110,6 +110,13 @@ void plan(const TensorArg& topk_idx, const TensorArg& counts, const TensorArg& c
     launch_plan_copies(params, as_stream(stream));
 }
 
+void rows_of_copies(const TensorArg& rows, const TensorArg& of_copies, const TensorArg& group_ends, int num_home, bool is_back,
+                    uintptr_t stream) {
+    launch_rows_of_copies({rows.num_rows, rows.row_bytes(), group_ends.as<const int32_t*>(), num_home, static_cast<int>(group_ends.num_rows),
+                           rows.as<std::byte*>(), of_copies.as<std::byte*>(), is_back},
+                          as_stream(stream));
+}
+
 }  // namespace
 
 bool gate_forward(GpuGateParams params, uintptr_t stream) noexcept {
@@ -139,6 +146,7 @@ void bind_gpu_gate(py::module_& m) {
     m.attr("MAX_GPU_GATE_EXPERTS") = kMaxGateExperts;
     m.def("gpu_gate_check", &check);
     m.def("gpu_plan_copies", &plan);
+    m.def("gpu_rows_of_copies", &rows_of_copies);
     m.def("gpu_top2", &top2);
     m.def("gpu_top2_backward", &top2_backward);
     m.def("gpu_update_expert_bias", &update_expert_bias);

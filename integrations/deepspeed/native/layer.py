@@ -200,7 +200,7 @@ class PackedMOELayer(Swapped, MOELayer):
                 if (metrics := metrics_of(self)) is not None:
                     metrics.num_repeats += 1
         if planned is not None:
-            outputs = notify_peers_on_failure(buffer, planned.end, outputs, out.handle.num_rows_per_expert_list)
+            outputs = notify_peers_on_failure(buffer, planned.end, outputs, out.handle)
         count_rows(self, out.handle.num_rows_per_expert if planned is None else planned.rows_of_experts())
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
             combined: Tensor = buffer.combine(outputs, out.handle, None if fp8 else out.recv_topk_weights, fp8=fp8)

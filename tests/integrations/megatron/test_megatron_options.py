@@ -29,6 +29,7 @@ from test_megatron_overlap import batches, interleaved, needs_schedule, one_afte
 from benchmarks.layers.megatron_steps import by_expert
 from deepep_moe.integrations.megatron import take_metrics
 from deepep_moe.integrations.megatron.config_switches import selection
+from deepep_moe.nn import Balance
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -144,16 +145,17 @@ def _step(model: torch.nn.Module, data_iterator: list[Any], **_: Any) -> dict[st
 
 
 @ON_GPUS
-@on_ranks()
-def test_full_iteration_graph(rank: int, num_ranks: int) -> None:
-    """Megatron-Core's graph of a whole step: replays equal eager steps to the bit."""
+@on_ranks(options=({}, {"balance": Balance(2, cost=1), "recv_capacity_factor": 1.5}))
+def test_full_iteration_graph(rank: int, num_ranks: int, options: dict[str, Any]) -> None:
+    """Megatron-Core's graph of a whole step: replays equal eager steps to the bit. Plans of copies follow each step's tokens."""
     full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph")
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     initialize_rng_tracker(use_cudagraphable_rng=True)
     with contextlib.ExitStack() as undo:
-        sizes = undo.enter_context(model_parallel("cuda", ep=num_ranks, backend="nvlink", **SYNC_FREE))
+        sizes = undo.enter_context(model_parallel("cuda", ep=num_ranks, backend="nvlink", **SYNC_FREE, **options))
         switches = {"bf16": True, "params_dtype": torch.bfloat16, "cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}
+        switches |= {"add_bias_linear": False}
         try:
             config = layer_config(**sizes, **selection(), **switches)
         except (TypeError, AssertionError, ValueError):  # 0.19: a name of its own
