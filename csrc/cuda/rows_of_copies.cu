@@ -1,5 +1,5 @@
-// Moves the rows of copies of experts. In the rows that a rank receives they lie behind those of its own experts, at a place that only the GPU
-// knows where the host does not wait for counts. Their products need rows from the begin of a tensor on.
+// Moves the rows of copies of experts. In the rows that a rank receives they lie behind those of its own experts, at a place that only the
+// GPU knows where the host does not wait for counts. Their products need rows from the begin of a tensor on.
 //
 //   rows_of_copies    Threads take pieces of kBatch units each, which are 16 bytes, or 4 where rows are no multiple of 16 bytes.
 #include <algorithm>

@@ -112,8 +112,8 @@ void plan(const TensorArg& topk_idx, const TensorArg& counts, const TensorArg& c
 
 void rows_of_copies(const TensorArg& rows, const TensorArg& of_copies, const TensorArg& group_ends, int num_home, bool is_back,
                     uintptr_t stream) {
-    launch_rows_of_copies({rows.num_rows, rows.row_bytes(), group_ends.as<const int32_t*>(), num_home, static_cast<int>(group_ends.num_rows),
-                           rows.as<std::byte*>(), of_copies.as<std::byte*>(), is_back},
+    launch_rows_of_copies({rows.num_rows, rows.row_bytes(), group_ends.as<const int32_t*>(), num_home,
+                           static_cast<int>(group_ends.num_rows), rows.as<std::byte*>(), of_copies.as<std::byte*>(), is_back},
                           as_stream(stream));
 }
 
