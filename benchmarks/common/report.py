@@ -41,8 +41,8 @@ def show_layers(records: Sequence[Record]) -> None:
     columns = {
         "measured": lambda r: r["op"], "us": number("us_median", 0), "p10-p90": spread_of, "host us": number("host_us", 0),
         "kernels us": number("kernel_us", 0), "peak GB": number("peak_bytes", 2, 1e-9), "baseline us": number("rival_us", 0),
-        "its host": number("rival_host_us", 0), "its kernels": number("rival_kernel_us", 0), "speed-up": number("ratio", 2, unit="x"),
-        "baseline": lambda r: r["rival"],
+        "its host": number("rival_host_us", 0), "its kernels": number("rival_kernel_us", 0), "its GB": number("rival_peak_bytes", 2, 1e-9),
+        "speed-up": number("ratio", 2, unit="x"), "baseline": lambda r: r["rival"],
     }  # fmt: skip
     least = {"us_kernels": "kernel_us", "rival_us_kernels": "rival_kernel_us"}  # of the rank that waits least, where a benchmark says so
     show_table(columns, [r | {name: r[of_least] for of_least, name in least.items() if of_least in r} for r in records])

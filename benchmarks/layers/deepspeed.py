@@ -28,7 +28,7 @@ from benchmarks.common.link import rows_to_others
 from benchmarks.common.records import DTYPES, hardware_of, write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness
-from benchmarks.layers.megatron_steps import kernel_us
+from benchmarks.layers.megatron_steps import kernel_us, peak_bytes
 from benchmarks.layers.passes import MeasuredLayer, Pass, beyond, differences, draw_inputs, versions_of
 from deepep_moe.ops.routing import is_token_in_rank
 from deepep_moe.testing import run_ranks
@@ -88,7 +88,11 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> MeasuredL
                 del differences[what, mode]["gate"]  # as all experts are the same, its gradient is only rounding
         sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
         hardware, versions = hardware_of(device, num_ranks), versions_of("deepspeed")
-        measured = MeasuredLayer(all_buffers()[0].backend, hardware, versions, sent, differences)
+        buffer = all_buffers()[0]
+        measured = MeasuredLayer(buffer.backend, hardware, versions, sent, differences)
+        if device.type == "cuda":
+            measured.peak_bytes = {("layer", kind): peak_bytes(timed) for kind, timed in passes["layer"].items()}
+            measured.workspace_bytes = buffer.memory().held
         for timed in (timed for of_one in passes.values() for timed in of_one.values()):
             timed.num_layers = options.num_layers
         measured.times = harness.times_in_turns(passes, device, _WARMUP, options.repeats, options.num_layers)

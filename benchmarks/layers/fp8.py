@@ -12,7 +12,6 @@ Gradients are dropped after each pass, so none are accumulated. Copies must not 
 
 import argparse
 import contextlib
-import gc
 import importlib.util
 import sys
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from benchmarks.common.records import hardware_of, write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import fp8_layers, harness, megatron_steps
 from benchmarks.layers.fp8_layers import BF16, EACH, SHARED, Layer
-from benchmarks.layers.passes import MeasuredLayer, chain, versions_of
+from benchmarks.layers.passes import MeasuredLayer, versions_of
 from deepep_moe.testing import run_ranks
 from deepep_moe.tune.workload import SCALE_BLOCK
 
@@ -83,8 +82,10 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
         measured = Measured(ours[BF16].backend, hardware, versions, num_rows, {(LAYER, EACH): differences}, num_different=num_different)
         num_passes = options.micro_batches * -(-_MIN_CHAIN // options.micro_batches)  # the same for all: whole optimizer steps
         layers = {(LAYER, name): layer for name, layer in (ours | theirs).items()}
-        for key, layer in layers.items():
-            measured.peak_bytes[key] = _peak_bytes(layer, device, num_passes)
+        for layer in layers.values():
+            layer.release()
+        if device.type == "cuda":
+            measured.peak_bytes = {key: megatron_steps.peak_bytes(layer, num_passes) for key, layer in layers.items()}
         time = partial(megatron_steps.time_step, device=device, num_passes=num_passes)
         measured.times = harness.in_turns(layers, time, _WARMUP, options.repeats)
         for key, layer in layers.items() if device.type == "cuda" else ():
@@ -104,22 +105,6 @@ def _compare(layers: dict[str, Layer]) -> tuple[dict[str, float], int]:
 
 def _distance(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return float((torch.dist(ours.float(), exact.float()) / exact.float().norm()).item())
-
-
-def _peak_bytes(layer: Layer, device: torch.device, num_passes: int) -> int:
-    """Return the memory that a chain of passes needs beyond the layer's parameters, 0 on CPUs."""
-    layer.clear()
-    layer.release()
-    if device.type != "cuda":
-        return 0
-    gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    chain(layer, num_passes)
-    torch.cuda.synchronize()
-    layer.clear()
-    return torch.cuda.max_memory_allocated() - before
 
 
 # ---- report ----

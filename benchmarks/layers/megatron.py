@@ -5,8 +5,8 @@ output, with permutes and without experts (rows return as they came). Without Tr
 there is one more baseline: `rows alone` sends the rows of `alltoall` by all_to_all_single and does nothing else. Results of all dispatchers
 are compared first. Times are of the slowest rank, by CUDA events on a GPU whose host is ahead.
 
-"step" is the layer as a training step has it, with grouped experts, ours and TransformerEngine's: see `megatron_steps`. Two of its layers
-have Megatron-Core's SequentialMLP.
+"layer" is the whole layer as a training step has it, with grouped experts, ours and TransformerEngine's: see `megatron_steps`. Two of
+these have Megatron-Core's SequentialMLP.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from benchmarks.common.link import rows_to_others
 from benchmarks.common.records import hardware_of, write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness, megatron_steps, passes
-from benchmarks.layers.megatron_steps import GRAPH, GROUPED, Graphed
+from benchmarks.layers.megatron_steps import FLAG, GRAPH, SYNC_FREE, Graphed
 from benchmarks.layers.passes import MeasuredLayer, Pass
 from deepep_moe.testing import run_ranks
 
@@ -93,16 +93,18 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> MeasuredL
         exchanges[ALONE] = Rows(x, routing_map, num_ranks)
         steps: dict[str, Any] = {name: megatron_steps.pass_of(layers[name], x, cotangent) for name in (OURS, "alltoall")}
         steps |= megatron_steps.make_steps(layers[OURS], x, cotangent, seed=1, **sizes)
-        both = {"exchange": exchanges, "step": steps}
+        both = {"exchange": exchanges, "layer": steps}
         compared = {(what, name): kinds for what, timed in both.items() for name, kinds in compare(timed).items()}
         sent = rows_to_others(routing_map.view(len(routing_map), num_ranks, -1).any(2)) * options.hidden * x.element_size()
-        backend = layers[OURS].token_dispatcher.buffer.backend
+        buffer = layers[OURS].token_dispatcher.buffer
         versions = f"{passes.versions_of('megatron-core')}; {megatron_steps.rivals()}"
-        measured = MeasuredLayer(backend, hardware_of(device, num_ranks), versions, sent, compared)
+        measured = MeasuredLayer(buffer.backend, hardware_of(device, num_ranks), versions, sent, compared)
         measured.times = harness.times_in_turns({"exchange": exchanges}, device, _WARMUP, options.repeats)
         if device.type == "cuda":
-            steps[GRAPH] = Graphed(steps[GROUPED])
-        keyed = {("step", name): step for name, step in steps.items()}
+            measured.peak_bytes = {("layer", name): megatron_steps.peak_bytes(step) for name, step in steps.items()}
+            measured.workspace_bytes = buffer.memory().held
+            steps[GRAPH] = Graphed(steps[SYNC_FREE])
+        keyed = {("layer", name): step for name, step in steps.items()}
         measured.times |= harness.in_turns(keyed, partial(megatron_steps.time_step, device=device), 1, options.repeats)
         for key, step in keyed.items() if device.type == "cuda" else ():
             measured.kernel_us[key] = megatron_steps.kernel_us(step)
@@ -123,10 +125,10 @@ def tolerance(options: argparse.Namespace) -> float:
 def records_of(ranks: list[MeasuredLayer], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a record of the exchange for each baseline; and of the layer with grouped experts for each who makes the same step."""
     first, sent = ranks[0], max(rank.link_bytes for rank in ranks)
-    differences, ours = passes.worst(ranks), {"exchange": OURS, "step": GROUPED}
+    differences, ours = passes.worst(ranks), {"exchange": OURS, "layer": FLAG}
     records = []
     for what, name in (key for key in first.times if key[1] != ours[key[0]]):
-        extra: dict[str, Any] = {"ffn_hidden": options.ffn_hidden if what == "step" else None}
+        extra: dict[str, Any] = {"ffn_hidden": options.ffn_hidden if what == "layer" else None}
         extra |= {"rival_permutes_are_fused": megatron_steps.te_version() is not None, "differences": differences.get((what, name))}
         keys = (what, ours[what]), (what, name)
         records.append(harness.record(ranks, options, f"megatron {what} forward+backward", "bfloat16", *keys, sent * 4, **extra))

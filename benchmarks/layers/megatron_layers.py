@@ -51,14 +51,15 @@ def sharing_layers(dispatchers: Sequence[str], *, seed: int, **sizes: Any) -> di
     return layers
 
 
-def grouped_layer(like: Any, *, seed: int, **sizes: Any) -> Any:
-    """Build a layer with our dispatcher, sync-free, and grouped experts. Its weights are copies of those of the layer `like`, whose experts
-    are a SequentialMLP."""
+def grouped_layer(like: Any, *, seed: int, is_sync_free: bool, **sizes: Any) -> Any:
+    """Build a layer with our dispatcher and grouped experts. Its weights are copies of those of the layer `like`, whose experts are a
+    SequentialMLP."""
     from deepep_moe.integrations.megatron.grouped_experts import serve_experts
     from deepep_moe.integrations.megatron.options import Options
 
     config, patches = layer_config("deepep_moe", **sizes), Patches()
-    config.moe_expert_rank_capacity_factor = float(sizes["ep"])  # room for every routing
+    if is_sync_free:
+        config.moe_expert_rank_capacity_factor = float(sizes["ep"])  # room for every routing
     serve_experts(patches, Options(experts="own"))
     try:
         layer = build_moe_layer(config, seed=seed)

@@ -1,7 +1,8 @@
 """Time a MoELayer as in a training step: wall time of a forward and backward, the host's part of it, and the kernels' part.
 
-The layers are ours with grouped experts, sync-free and (on GPUs) from a CUDA graph too. If TransformerEngine is installed, its grouped
-experts run behind `alltoall` and `allgather`, with its fused router and permutes, and behind ours. The row "grouped products alone" runs
+The layers are ours with grouped experts, as the flag alone gives them, then sync-free with room for every routing, and (on GPUs) that from
+a CUDA graph too. If TransformerEngine is installed, its grouped experts run behind `alltoall` and `allgather`, with its fused router and
+permutes, and behind ours. The row "grouped products alone" runs
 only the experts' six products with known counts, a lower bound for any layer with these experts.
 """
 
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from benchmarks.layers.passes import Pass, Step, StepTimes, chain
 
-GROUPED, GRAPH, PRODUCTS = "deepep_moe, grouped", "deepep_moe, grouped, CUDA graph", "grouped products alone"
+FLAG, SYNC_FREE, GRAPH = "deepep_moe, the flag alone", "deepep_moe, sync-free", "deepep_moe, sync-free, CUDA graph"
+PRODUCTS = "grouped products alone"
 TE_OURS, TE_ALLTOALL, TE_ALLGATHER = "deepep_moe, TE experts", "alltoall, TE experts and router", "allgather, TE experts and router"
 _CHAIN = 5  # passes between two looks at the clock
 _WARMUP = 3  # passes before a capture
@@ -88,7 +90,8 @@ def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: A
     """
     from benchmarks.layers import megatron_layers
 
-    layers = {GROUPED: megatron_layers.grouped_layer(like, seed=seed, **sizes)}
+    ours = {FLAG: False, SYNC_FREE: True}
+    layers = {name: megatron_layers.grouped_layer(like, seed=seed, is_sync_free=is_free, **sizes) for name, is_free in ours.items()}
     if x.is_cuda and te_version():
         dispatchers = {TE_ALLTOALL: "alltoall", TE_ALLGATHER: "allgather", TE_OURS: "deepep_moe"}
         layers |= {name: megatron_layers.te_layer(of, like, seed=seed, **sizes) for name, of in dispatchers.items()}
@@ -96,11 +99,11 @@ def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: A
     for name, layer in layers.items():
         steps[name] = pass_of(layer, x.detach().clone().requires_grad_(), cotangent)
     counts: list[Tensor] = []
-    hook = layers[GROUPED].experts.register_forward_pre_hook(lambda module, arguments: counts.append(arguments[1].clone()))
+    hook = layers[FLAG].experts.register_forward_pre_hook(lambda module, arguments: counts.append(arguments[1].clone()))
     with torch.no_grad():
-        layers[GROUPED](x)
+        layers[FLAG](x)
     hook.remove()
-    steps[PRODUCTS] = Products(layers[GROUPED].experts, counts[0], int(counts[0].sum()))
+    steps[PRODUCTS] = Products(layers[FLAG].experts, counts[0], int(counts[0].sum()))
     return steps
 
 
@@ -160,3 +163,16 @@ def kernel_us(step: Step, num_passes: int = _CHAIN) -> float:
         chain(step, num_passes)
         torch.cuda.synchronize()
     return sum(event.self_device_time_total for event in profile.key_averages()) / num_passes
+
+
+def peak_bytes(step: Step, num_passes: int = _CHAIN) -> int:
+    """Return the memory of PyTorch that a chain of passes needs beyond the layer's parameters."""
+    step.clear()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    chain(step, num_passes)
+    torch.cuda.synchronize()
+    step.clear()
+    return torch.cuda.max_memory_allocated() - before

@@ -108,7 +108,9 @@ class MeasuredLayer:
     kernel_us: dict[Key, float] = field(default_factory=dict)
     """Time in kernels of a forward and a backward, without gaps; empty on CPUs."""
     peak_bytes: dict[Key, int] = field(default_factory=dict)
-    """Memory beyond the layer's parameters."""
+    """Memory of PyTorch beyond the layer's parameters."""
+    workspace_bytes: int | None = None
+    """Memory of our buffer, which layers share."""
 
 
 def slowest(ranks: Sequence[MeasuredLayer], key: Key) -> list[StepTimes]:

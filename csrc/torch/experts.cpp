@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "torch/streams.h"
 
@@ -93,15 +94,16 @@ struct SwigluExperts : torch::autograd::Function<SwigluExperts> {
         return grouped_mm(y, w2.transpose(1, 2), group_ends);
     }
 
-    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static variable_list backward(AutogradContext* ctx, variable_list& grads) {
         return with_errors([&] {
             const variable_list saved = ctx->get_saved_variables();
             variable_list input_grads;
             {
                 const at::AutoDispatchBelowADInplaceOrView below;
                 const auto main_grad = [&](const char* name) { return ctx->saved_data[name].toOptional<Tensor>().value_or(Tensor()); };
-                input_grads = gradients(saved, grads[0], {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)},
-                                        main_grad("main_grad1"), main_grad("main_grad2"));
+                input_grads =
+                    gradients(saved, std::move(grads[0]), {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)},
+                              main_grad("main_grad1"), main_grad("main_grad2"));
             }
             if (at::GradMode::is_enabled()) {  // as once_differentiable does in Python
                 for (Tensor& gradient : input_grads)
@@ -121,21 +123,26 @@ private:
         bool x, w1, w2;
     };
 
-    static variable_list gradients(const variable_list& saved, const Tensor& given_grad, const Needs& needs, const Tensor& main_grad1,
+    // Gives memory back as soon as nothing reads it any more: the gradients of weights, which come last, are large.
+    static variable_list gradients(const variable_list& saved, Tensor grad, const Needs& needs, const Tensor& main_grad1,
                                    const Tensor& main_grad2) {
         const Tensor &x = saved[0], &w1 = saved[1], &w2 = saved[2], &probs = saved[3], &group_ends = saved[4], &inner = saved[5];
         const c10::OptionalDeviceGuard guard(x.device());
-        const Tensor dense = given_grad.contiguous(), grad = is_aligned(dense) ? dense : dense.clone();
-        const Tensor grad_y = grouped_mm(grad, w2, group_ends), grad_inner = at::empty_like(inner);
-        const Tensor y = saved[6].defined() ? saved[6] : like_half_of(inner);
+        grad = grad.contiguous();
+        if (!is_aligned(grad)) grad = grad.clone();
+        Tensor grad_y = grouped_mm(grad, w2, group_ends), y = saved[6].defined() ? saved[6] : like_half_of(inner);
+        // Only this function has seen `inner`. If no other backward needs it, its gradient takes its place.
+        const Tensor grad_inner = torch::autograd::get_current_graph_task_keep_graph() ? at::empty_like(inner) : inner;
         const Tensor grad_probs = probs.defined() ? at::empty_like(probs) : Tensor();
         GpuSwigluParams params = params_of(inner, probs, group_ends, saved[6].defined() ? Tensor() : y);
         params.grad = data_of<std::byte>(grad_y);
         params.grad_inner = data_of<std::byte>(grad_inner);
         params.grad_probs = data_of<float>(grad_probs);
         launch_kernel(kernels->swiglu_backward, params, x.device());
+        grad_y.reset();
         variable_list input_grads(4);
         if (needs.w2) input_grads[2] = weight_gradients(grad, y, group_ends, main_grad2);
+        grad.reset(), y.reset();
         if (needs.x) input_grads[0] = grouped_mm(grad_inner, w1, group_ends);
         if (needs.w1) input_grads[1] = weight_gradients(grad_inner, x, group_ends, main_grad1);
         input_grads[3] = grad_probs;

@@ -33,8 +33,9 @@ def test_megatron(tmp_path):
     pytest.importorskip("megatron.core")
     sizes = {"num_tokens": 12, "hidden": 32, "ffn_hidden": 16, "num_topk": 3, "num_experts": 4, "repeats": 2}
     printed, records = records_of("megatron", tmp_path, **sizes)
-    assert "megatron exchange" in printed and "megatron step" in printed
-    rivals = {"exchange": ["alltoall", "allgather", "rows alone"], "step": ["deepep_moe", "alltoall", "grouped products alone"]}
+    assert "megatron exchange" in printed and "megatron layer" in printed
+    of_layer = ["deepep_moe", "alltoall", "deepep_moe, sync-free", "grouped products alone"]
+    rivals = {"exchange": ["alltoall", "allgather", "rows alone"], "layer": of_layer}
     assert [(r["op"], r["rival"]) for r in records] == [
         (f"megatron {what} forward+backward", rival) for what in rivals for rival in rivals[what]
     ]
@@ -42,7 +43,7 @@ def test_megatron(tmp_path):
         assert (r["dtype"], r["layout"]) == ("bfloat16", "expert")
         assert r["bytes_moved"] % 64 == 0 and 0 < r["bytes_moved"] <= 12 * 64 * 4
         what, differences = r["op"].split()[1], r["differences"]
-        if what == "step":
+        if what == "layer":
             assert 0 < r["host_us"] <= r["us_median"] * 1.5 and r["rival_host_us"] > 0 and r["kernel_us"] is None
             assert "TransformerEngine" in r["rival_versions"]
         else:

@@ -435,6 +435,30 @@ def test_differentiable_once(device, natives):
         grad_x.sum().backward()
 
 
+def test_a_backward_of_a_kept_graph_leaves_it_as_it_was(device, natives):
+    leaves, grad = make_on(device, [2, 3])
+    y = output_of({name: leaf.requires_grad_() for name, leaf in leaves.items()})
+    first, second = (torch.autograd.grad(y, list(leaves.values()), grad, retain_graph=keeps) for keeps in (True, False))
+    assert all(map(torch.equal, first, second)) and None not in natives
+
+
+def test_a_last_backward_needs_memory_for_its_results_only(device, natives):
+    if device.type == "cpu":
+        pytest.skip("an emulated GPU has no allocator of its own")
+    num_rows, width, num_experts = 8192, 1024, 8
+    x = torch.randn(num_rows, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    w1, w2 = (
+        torch.randn(num_experts, width, inner, device=device, dtype=torch.bfloat16, requires_grad=True) for inner in (width, width // 2)
+    )
+    counts = torch.full((num_experts,), num_rows // num_experts, device=device)
+    y = ops.grouped_mlp(x, counts, w1, w2, zero_tail=False)
+    grad, before = torch.ones_like(y), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y.backward(grad)
+    results = sum(leaf.nbytes for leaf in (x, w1, w2))
+    assert torch.cuda.max_memory_allocated() - before < results + x.nbytes // 4 and None not in natives
+
+
 def test_weights_changed_before_the_backward_are_noticed(device, natives):
     leaves, grad = make_on(device, [2, 3])
     y = output_of({name: leaf.requires_grad_() for name, leaf in leaves.items()})
