@@ -36,6 +36,8 @@ def main(arguments: list[str]) -> None:
     """Start the ranks that `arguments`, in torchrun's words, ask for."""
     words = parser()
     options = words.parse_args(arguments)
+    if not (options.module or options.no_python or options.run_path or Path(options.training_script).exists()):
+        words.error(f"no file {options.training_script}; --module starts a module")
     if options.bind:
         for name in ("run_path", "virtual_local_rank", "numa_binding"):  # numa_binding would bind the ranks too
             if getattr(options, name, None):
@@ -46,5 +48,5 @@ def main(arguments: list[str]) -> None:
         print(f"NCCL settings: {' '.join(f'{name}={value}' for name, value in new.items()) or 'all are set already'}", file=sys.stderr)
     try:
         run.run(options)
-    except (AssertionError, ValueError) as error:  # torchrun refuses an option; an error of a rank has another class
+    except (AssertionError, OSError, ValueError) as error:  # torchrun refuses an option; an error of a rank has another class
         words.error(str(error) or f"--nnodes {options.nnodes} and --nproc-per-node {options.nproc_per_node} must be at least 1")

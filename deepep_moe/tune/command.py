@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from deepep_moe import config
+from deepep_moe import _C, config
 from deepep_moe.command import Parser
 from deepep_moe.errors import EPError
 from deepep_moe.testing.launch import RankFailedError
@@ -44,10 +44,14 @@ def resolve(options: argparse.Namespace) -> None:
     for name in ("num_tokens", "hidden", "num_topk", "num_experts", "time_limit"):
         if not 0 < getattr(options, name) < 1e9:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be above 0 and below 1e9")
+    if options.hidden % 16:
+        raise ValueError(f"--hidden {options.hidden} must be a multiple of 16, as fp8 rows are multiples of 16 bytes")
+    if options.num_topk > min(options.num_experts, _C.MAX_TOPK):
+        raise ValueError(f"--num-topk {options.num_topk} must be at most {_C.MAX_TOPK} and at most --num-experts {options.num_experts}")
     for num_ranks in options.num_ranks:
         if num_ranks < 2 or options.num_experts % num_ranks:
             raise ValueError(f"--num-ranks {num_ranks} must be at least 2 and divide --num-experts {options.num_experts}")
-    if max(options.num_ranks) > num_gpus and options.output is None:
+    if max(options.num_ranks) > num_gpus > 0 and options.output is None:
         raise ValueError(
             f"{max(options.num_ranks)} ranks share {num_gpus} GPUs, so no link is measured, and other buffers must not find the profile by "
             "themselves; give --output FILE, and that file in DEEPEP_MOE_PROFILE where it is to be used"
@@ -74,15 +78,16 @@ def target_of(options: argparse.Namespace) -> Path:
 def main(arguments: list[str]) -> int:
     words = parser()
     options = words.parse_args(arguments)
-    if torch.cuda.device_count() == 0:
+    has_gpu = torch.cuda.device_count() > 0
+    try:
+        resolve(options)
+        file = target_of(options) if has_gpu or options.output else Path()
+    except ValueError as error:
+        words.error(str(error))
+    if not has_gpu:
         if not config.launched_rank():
             print(NOTHING_TO_TUNE)
         return 0
-    try:
-        resolve(options)
-        file = target_of(options)
-    except ValueError as error:
-        words.error(str(error))
     if options.bind and options.launched:
         bind_this_rank()
     try:

@@ -257,13 +257,13 @@ def test_command_is_wrapped(monkeypatch):
 def test_without_bind_it_is_torchrun(monkeypatch):
     ran = []
     monkeypatch.setattr(launch.run, "run", ran.append)
-    launch.main(["--nproc-per-node", "2", "a.py"])
-    assert (ran[0].training_script, ran[0].nproc_per_node, ran[0].no_python) == ("a.py", "2", False)
+    launch.main(["--nproc-per-node", "2", __file__])
+    assert (ran[0].training_script, ran[0].nproc_per_node, ran[0].no_python) == (__file__, "2", False)
 
 
 def test_binding_twice_is_refused(capsys):
     if "--numa-binding" not in launch.parser().format_help():
         pytest.skip("this torchrun does not bind")
     with pytest.raises(SystemExit):
-        launch.main(["--bind", "--numa-binding", "node", "a.py"])
+        launch.main(["--bind", "--numa-binding", "node", "-m", "a"])
     assert "--bind does not work with --numa-binding" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_launcher_sets_what_nobody_set(tmp_path, capsys, monkeypatch):
     ran = []
     monkeypatch.setattr(launch.run, "run", ran.append)
     for options, expected in (([], ""), (["--nccl-settings"], line), (["--nccl-settings"], "NCCL settings: all are set already\n")):
-        launch.main([*options, "a.py"])
+        launch.main([*options, "-m", "a"])
         assert capsys.readouterr().err == expected
     assert len(ran) == 3
 
