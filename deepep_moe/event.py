@@ -47,7 +47,7 @@ class Event:
         """True once `wait` has returned or raised."""
 
     def wait(self) -> None:
-        """Return once the results may be used. Raises the operation's error; on CPU backends each call of `wait` raises it again."""
+        """Return once the results may be used. Raises: the operation's error; on CPU backends in each call of `wait`."""
         second_half, self._second_half = self._second_half, None
         try:
             if self._future is not None:

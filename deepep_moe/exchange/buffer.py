@@ -197,8 +197,11 @@ class Buffer(Sizes):
     def layout(self, topk_idx: Tensor) -> Layout:
         """Count this rank's tokens for each rank and each expert. Not collective.
 
-        topk_idx: [num_tokens, num_topk] int32 or int64, -1 = no expert. Raises ValueError for another shape, an index out of range or a
-        duplicate, TypeError for another dtype.
+        topk_idx: [num_tokens, num_topk] int32 or int64, -1 = no expert.
+
+        Raises:
+            TypeError: another dtype.
+            ValueError: another shape, an index out of range or a duplicate.
         """
         check_is_tensor("topk_idx", topk_idx)
         check_plain("topk_idx", topk_idx)
@@ -325,11 +328,12 @@ class Buffer(Sizes):
         experts must run again.
 
         Not collective: peers learn nothing of it. The host waits until the GPU has counted the rows. Call it once, before the combine. If
-        another call of this buffer comes first, that does the waiting. Rows that did not fit make a combine of the guessed ones raise
-        ValueError. The gradients of the arguments come from the output that is used.
+        another call of this buffer comes first, that does the waiting. A combine of guessed rows that did not fit is a ValueError. The
+        gradients of the arguments come from the output that is used.
 
-        Raises what a dispatch raises while its host waits for counts. RuntimeError: the counts are lost, as this rank has refused a call
-        since, or a failure of the dispatch was raised elsewhere.
+        Raises:
+            EPError: what `dispatch` raises while its host waits for counts.
+            RuntimeError: the counts are lost, as this rank has refused a call since, or a failure of the dispatch was raised elsewhere.
         """
         return output if torch.compiler.is_compiling() else native.settle(self.calls, output)
 
@@ -393,13 +397,14 @@ class Buffer(Sizes):
         return _with_event(combined_x, calls.event(mode, x), return_hook)
 
     def check(self) -> None:
-        """Raise the failure that a GPU has reported for an earlier call. Not collective; does not wait for the GPU.
+        """Look at what a GPU has reported of earlier calls. Not collective; does not wait for the GPU.
 
-        Calls in a CUDA graph, and calls whose host waits for nothing (such as with `num_recv_rows`), raise only here or in the buffer's
+        Calls in a CUDA graph, and calls whose host waits for nothing (such as with `num_recv_rows`), fail only here or in the buffer's
         next call.
 
-        Raises EPCapacityError, EPTimeoutError, EPPeerError or EPMismatchError. Raises ValueError for a bad routing, or if this process's
-        gate has seen a logit or expert bias that is not finite.
+        Raises:
+            EPError: what `dispatch` raises.
+            ValueError: a bad routing, or this process's gate has seen a logit or expert bias that is not finite.
         """
         self.calls.check()
 
@@ -418,8 +423,9 @@ class Buffer(Sizes):
 
         Collective: every rank of the group calls it once it has caught its error. Waits for the GPU and for the peers.
 
-        Raises EPTimeoutError with the rank that does not come. Raises EPError after failures from which only a new Buffer recovers
-        (docs/design/failures.md lists them).
+        Raises:
+            EPTimeoutError: a rank does not come; the message names it.
+            EPError: only a new Buffer recovers from this failure (docs/design/failures.md).
         """
         s = self._settings
         with hanging_up(self._group):
@@ -443,17 +449,20 @@ class Buffer(Sizes):
         workspace back to the driver, and keep the addresses and some MiB of scratch. So earlier CUDA graphs may be replayed after `resume`;
         a replay before it faults. `shm` gives its pages back, and `collective` suspends the group's backend if PyTorch can.
 
-        Raises EPError on `nvshmem`, whose memory cannot be given back. EPMismatchError: ranks have made different numbers of calls.
-        EPPeerError: a rank cannot suspend.
-        EPTimeoutError: a peer died or does not come; the buffer can then only be destroyed.
+        Raises:
+            EPError: `nvshmem` cannot give its memory back.
+            EPMismatchError: ranks have made different numbers of calls.
+            EPPeerError: a rank cannot suspend.
+            EPTimeoutError: a peer died or does not come; the buffer can then only be destroyed.
         """
         self.calls.suspend(self._group)
 
     def resume(self) -> None:
         """Make the memory again that `suspend` has given back. Collective. Does nothing if the buffer is not suspended.
 
-        Raises BufferSuspendedError on all ranks if one has no memory; the message names it, and all may call `resume` again.
-        EPTimeoutError: a peer died or does not come; the buffer can then only be destroyed.
+        Raises:
+            BufferSuspendedError: a rank, which the message names, has no memory. All raise it, and may call `resume` again.
+            EPTimeoutError: a peer died or does not come; the buffer can then only be destroyed.
         """
         self.calls.resume(self._group)
 

@@ -48,7 +48,7 @@ class ExpertSlots:
             `collective` uses the group's own collectives, on GPUs too.
         timeout_s: deadline of every wait for a peer, in seconds. None: `DEEPEP_MOE_TIMEOUT_S`, else 300.
 
-    Raises ValueError, EPPeerError, EPMismatchError and BackendUnavailableError as `Buffer` does.
+    Raises: as `Buffer`.
     """
 
     backend: str
@@ -75,8 +75,11 @@ class ExpertSlots:
         self.memory = self._backend.expert_slots()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return a new tensor [num_slots, ...] in the memory, uninitialized; all ranks must take the same tensors in the same order. Raises
-        ValueError where the memory is full."""
+        """Return a new tensor [num_slots, ...] in the memory, uninitialized; all ranks must take the same tensors in the same order.
+
+        Raises:
+            ValueError: the memory is full.
+        """
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         end = self._used + num_bytes
         if end > len(self.memory):
@@ -97,8 +100,12 @@ class ExpertSlots:
             distances. It has as many bytes as its slot; bytes and distances are multiples of 16.
         num_sms: SMs of a GPU that send, 1 or more. None: as many as a dispatch takes without a profile (docs/tuning.md).
 
-        Raises TypeError and ValueError; the peers raise EPPeerError. EPMismatchError: ranks disagree, but different `copies` on GPUs are
-        not seen. EPTimeoutError names a peer that died or stalled.
+        Raises:
+            TypeError: an argument has another type or dtype.
+            ValueError: an argument has another shape, device or value.
+            EPPeerError: a peer has raised one of these.
+            EPMismatchError: ranks disagree, but different `copies` on GPUs are not seen.
+            EPTimeoutError: a peer died or stalled.
         """
         self._move(copies, slots, weights, False, num_sms)
 
@@ -112,12 +119,12 @@ class ExpertSlots:
             has a multiple of 8 elements in each.
         num_sms: SMs of a GPU that read. None: twice as many as in `fetch`.
 
-        Raises as `fetch` does.
+        Raises: as `fetch`.
         """
         self._move(copies, slots, grads, True, num_sms)
 
     def check(self) -> None:
-        """Raise the failure that an earlier call has reported on a GPU, if any. Not collective."""
+        """Look at what a GPU has reported of earlier calls. Not collective. Raises: as `fetch`."""
         self._alive().check()
 
     @property

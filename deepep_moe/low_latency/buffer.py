@@ -54,7 +54,7 @@ class LowLatencyBuffer(Sizes):
     be captured in CUDA graphs. No gradients: training with large batches has `Buffer`.
 
     With `return_hook=True` a call sends and returns, `hook()` receives; in between no SM is held. A call may be sent before the last one
-    was received, but not before the one before that was. Double-batch overlap needs this (`deepep_moe.nn.overlap`).
+    was received, but not before the one before that was. Double-batch overlap needs this (`deepep_moe.nn.overlapped`).
 
     Args:
         group: the process group. None: the default group where torch.distributed is initialized, else this process alone.
@@ -196,11 +196,11 @@ class LowLatencyBuffer(Sizes):
 
         Raises:
             TypeError: an argument has another type or dtype.
-            ValueError: an argument has another shape, device or value. On a GPU the next call or `check` raises it for values inside of
-                `topk_idx`. Also while the call before last was not received; then the peers learn nothing, and the call may be made again.
-            EPPeerError: a peer has raised an error, or has left; on a GPU in the next call or `check`.
+            ValueError: an argument has another shape, device or value. Also while the call before last was not received; then the peers
+                learn nothing, and the call may be made again.
+            EPPeerError: a peer has raised an error, or has left.
             EPMismatchError: ranks make different calls.
-            EPTimeoutError: a peer died or stalled; on a GPU in the next call or `check`.
+            EPTimeoutError: a peer died or stalled. On a GPU the next call or `check` raises this, EPPeerError, and errors of `topk_idx`.
             BufferDestroyedError: after `destroy`.
         """
         calls = self._calls()
@@ -327,8 +327,12 @@ class LowLatencyBuffer(Sizes):
         """Return the buffer's own [num_local_experts, capacity, hidden], to which the experts' last matrix product may write.
 
         It is the same tensor in every call, so its address stays, for graphs. But `combine` reads any tensor of this shape in place. The
-        rows may be written again once the combine that read them has been received. Raises as `combine` for a dtype that it does not take,
-        and EPError as `statistics`."""
+        rows may be written again once the combine that read them has been received.
+
+        Raises:
+            TypeError: `combine` does not take the dtype.
+            EPError: as `statistics`.
+        """
         if dtype not in self._combine_input:
             backend = self._settled()
             check_combine_input(dtype, self._settings, backend)
@@ -345,9 +349,10 @@ class LowLatencyBuffer(Sizes):
         counted in `statistics().num_dropped`. To take a rank back, all others call `mask_rank(rank, False)` between the same two calls, and
         the rank itself calls `rejoin`. Over nodes the ranks with its index in their nodes then wait for what it has sent to land.
 
-        Raises ValueError for this rank itself or one that does not exist. Raises EPTimeoutError where a rank that is taken back over nodes
-        has not called `rejoin` within the deadline, or a rank of this node has not taken it back. The rank is masked still. Then all
-        others mask it, and take it back again.
+        Raises:
+            ValueError: this rank itself, or one that does not exist.
+            EPTimeoutError: a rank that is taken back over nodes has not called `rejoin` within the deadline, or a rank of this node has not
+                taken it back. The rank is masked still. Then all others mask it, and take it back again.
         """
         s = self._settings
         with contextlib.suppress(TypeError):
@@ -361,11 +366,13 @@ class LowLatencyBuffer(Sizes):
 
     def rejoin(self) -> None:
         """Join the peers again after this rank was masked. It forgets its own masks, waits until all ranks take it back, and goes on with
-        their next call. Raises EPTimeoutError where one does not within the deadline, EPMismatchError where they are between different
-        calls.
+        their next call. From the moment the first one takes this rank back until then, it must make no call.
         All others must be there: while another rank is gone or masked, nobody can rejoin.
 
-        From the moment the first one takes this rank back until then, it must make no call."""
+        Raises:
+            EPTimeoutError: a rank does not take it back within the deadline.
+            EPMismatchError: ranks are between different calls.
+        """
         self._alive().rejoin()
         self._in_flight.clear()
         self._masks_told.clear()
@@ -381,8 +388,11 @@ class LowLatencyBuffer(Sizes):
     # ---- what it has seen ----
 
     def statistics(self) -> LowLatencyStatistics:
-        """Views of the counters; they go on counting. Raises EPError in a process without a group that sees a GPU, before the first
-        dispatch: it decides where they lie."""
+        """Return views of the counters; they go on counting.
+
+        Raises:
+            EPError: before the first dispatch of a process without a group that sees a GPU. The dispatch decides where they lie.
+        """
         self._settled()
         statistics, num_experts = self._statistics, self.num_local_experts
         return LowLatencyStatistics(statistics[:num_experts], statistics[num_experts:-1], statistics[-1])
@@ -392,9 +402,10 @@ class LowLatencyBuffer(Sizes):
         self._statistics.zero_()
 
     def check(self) -> None:
-        """Raise what a GPU has reported of earlier calls. Not collective; does not wait for the GPU.
+        """Look at what a GPU has reported of earlier calls. Not collective; does not wait for the GPU.
 
-        Raises EPTimeoutError, EPPeerError, EPMismatchError, or ValueError for a bad routing."""
+        Raises: as `dispatch`.
+        """
         self._alive().check()
         self._tell_masks()
 
@@ -402,7 +413,8 @@ class LowLatencyBuffer(Sizes):
         """Receive the calls that were not received, where their hooks or events are lost: an error flew before they were called. Not
         collective. On a GPU that is enqueued on the current stream; over shared memory it waits for the peers.
 
-        All are received; then the first error is raised, as `hook()` or `event.wait()` would have raised it."""
+        Raises: what `hook()` or `event.wait()` would have raised, the first error after all were received.
+        """
         self._alive()
         in_flight, self._in_flight = self._in_flight, []
         errors = []
@@ -423,7 +435,8 @@ class LowLatencyBuffer(Sizes):
     def suspend(self) -> None:
         """Give the exchange memory back until `resume`, as `Buffer.suspend`. Collective. Receives calls that were not received.
 
-        Raises as `Buffer.suspend`, and ValueError while a rank is masked; the peers then raise EPPeerError."""
+        Raises: as `Buffer.suspend`; ValueError while a rank is masked.
+        """
         if self._suspended:
             return
         backend, error = self._alive(), None
@@ -444,7 +457,7 @@ class LowLatencyBuffer(Sizes):
         self._suspended_bytes = backend.free()
 
     def resume(self) -> None:
-        """Make the memory again, as `Buffer.resume`. Collective."""
+        """Make the memory again. Collective. Raises: as `Buffer.resume`."""
         backend = self._owner()
         if self._suspended:
             suspension.resume(backend, self._settings, self._group)

@@ -89,7 +89,7 @@ class Balance:
         return self._copies
 
     def destroy(self) -> None:
-        """Leave the peers, whose forwards raise EPPeerError on `nvlink` until they do the same. May be repeated."""
+        """Leave the peers, whose forwards fail with EPPeerError on `nvlink` until they do the same. May be repeated."""
         if self._copies is not None:
             self._copies.destroy()
 

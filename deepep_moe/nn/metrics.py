@@ -173,7 +173,8 @@ class Metrics:
     def take(self) -> list[LayerReport]:
         """Return a report of every layer, in the order of the model, and reset the values. Collective over all ranks of the job.
 
-        Raises ValueError on all ranks where they have unequal numbers of layers, as stages of a pipeline may.
+        Raises:
+            ValueError: ranks have unequal numbers of layers, as stages of a pipeline may. All raise it.
         """
         num_experts = max(layer.num_experts for layer in self._layers)
         table = torch.zeros(len(self._layers), num_experts + NUM_TOTALS, dtype=torch.float64)

@@ -200,10 +200,12 @@ class MoELayer(RankExperts):
         keeps the copies, 2 bytes per parameter. Pass False in the other forwards, which use the copies (docs/design/fp8_training.md).
         None: each forward quantizes.
 
-        Raises ValueError for another width, outputs of another shape, `is_first_microbatch=False` without copies, or a data-parallel
-        wrapper that has mixed the experts of ranks. Raises TypeError for outputs
-        that are no tensors, and BackendUnavailableError for fp8 on a GPU without fp8 products. Also raises the errors of `Buffer.dispatch`,
-        router and experts. The peers then raise EPPeerError.
+        Raises:
+            TypeError: the experts' outputs are no tensors.
+            ValueError: x has another width, or outputs another shape; `is_first_microbatch=False` without copies; a data-parallel wrapper
+                has mixed the experts of ranks.
+            BackendUnavailableError: fp8 on a GPU without fp8 products.
+            EPPeerError: a peer has raised one of these, or what `Buffer.dispatch`, router and experts raise.
         """
         check_is_first_microbatch(is_first_microbatch)
         telling = tell = partial(notify_peers_on_failure, self.buffer)

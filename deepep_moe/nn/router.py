@@ -110,9 +110,10 @@ class Router(nn.Module):
         return output
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits `[num_tokens, num_experts]` in `compute_dtype`, differentiable. Raises ValueError for another width.
+        """Return the logits `[num_tokens, num_experts]` in `compute_dtype`, differentiable, as `deepep_moe.ops.gate_full` takes them.
 
-        Auxiliary losses need them: `deepep_moe.ops.gate_full` computes shares from logits.
+        Raises:
+            ValueError: x has another width.
         """
         if x.shape[-1] != self.hidden:
             raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.hidden}")

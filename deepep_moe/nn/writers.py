@@ -18,7 +18,8 @@ from deepep_moe import config
 class EventFile:
     """A file of events for TensorBoard, by `torch.utils.tensorboard`: `tensorboard --logdir folder` shows its scalars.
 
-    Raises ImportError where the package tensorboard is missing.
+    Raises:
+        ImportError: the package tensorboard is missing.
     """
 
     def __init__(self, folder: str | Path):

@@ -73,7 +73,7 @@ def gate(
     `deepep_moe.reference.gate` is the exact definition.
 
     On a GPU the call is one launch and waits for nothing. So a logit or bias that is not finite is found there, and the token chooses no
-    expert (-1). The next gate, backward of one or `check_gate` on that GPU raises, whichever layer it is of.
+    expert (-1). The next gate, backward of one or `check_gate` on that GPU is a ValueError, whichever layer it is of.
 
     Args:
         logits: `[num_tokens, num_experts]` float32, bfloat16 or float16, on the CPU or a GPU; there at most 1024 experts. The gradient
@@ -159,8 +159,11 @@ def gate_full(
 
 
 def check_gate(device: torch.device | int | None = None) -> None:
-    """Waits for the GPU `device`, by default the current one, and raises ValueError where the gate has found a logit or bias there, since
-    the last look, that is not finite. Without GPU it has nothing to do: the CPU's gate raises at once."""
+    """Wait for the GPU `device`, by default the current one, and look at what gates have found there since the last look.
+
+    Raises:
+        ValueError: a logit or bias was not finite. The CPU's gate raises it at once.
+    """
     if torch.cuda.is_available() and hasattr(_C, "gpu_gate_check"):
         torch.cuda.synchronize(device)
         index = device if device is None or isinstance(device, int) else torch.device(device).index

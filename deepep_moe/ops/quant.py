@@ -28,7 +28,10 @@ def quantize_fp8(x: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tens
     x: [num_tokens, hidden] contiguous fp32, bf16 or fp16, hidden a multiple of 8.
     Returns y [num_tokens, hidden] float8_e4m3fn, scales [num_tokens, ceil(hidden / 128)] fp32. The scale of a block with NaN or infinity is
     not finite.
-    Raises TypeError for another dtype, ValueError for another shape.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape.
     """
     refuse_transforms("quantize_fp8", {"x": x})
     _check_dtype("x", x)
@@ -61,7 +64,8 @@ def quantize_fp8_weights(w: Tensor, *, transposed: bool = False) -> tuple[Tensor
     w: [num_experts, n, k] fp32, bf16 or fp16, n and k multiples of 128, each matrix contiguous; there may be memory between them.
     Returns y [num_experts, n, k] float8_e4m3fn, scales [num_experts, n / 128, k / 128] fp32; with `transposed` the last two dimensions of
     both are exchanged in memory, with the same values. Rounding is that of `quantize_fp8` with powers of two.
-    Raises TypeError for another dtype, ValueError for another shape.
+
+    Raises: as `quantize_fp8`.
     """
     plain, other = _quantized_weights(w, with_plain=not transposed, with_transposed=transposed)
     return other if transposed else plain  # type: ignore[return-value]

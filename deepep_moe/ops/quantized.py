@@ -39,7 +39,7 @@ class QuantizedRows(Tensor):
 
     @classmethod
     def of(cls, x: Tensor) -> "QuantizedRows":
-        """Quantize x [num_rows, hidden] contiguous fp32, bf16 or fp16. Without gradient. Raises the errors of `quantize_fp8`."""
+        """Quantize x [num_rows, hidden] contiguous fp32, bf16 or fp16. Without gradient. Raises: as `quantize_fp8`."""
         return cls(*quantize_fp8(x, power_of_two=True))
 
     def dequantized(self) -> Tensor:

@@ -90,7 +90,8 @@ def run_ranks(
     is imported once), `spawn`, `fork`. Ranks in `expected_dead` may die (a test kills them); their result is None. `bind` binds each rank
     to what is beside its GPU (`deepep_moe.topology.bind`) and prints a line for it.
 
-    Raises RankFailedError with the worker's traceback when a rank raises, dies or is not done within `timeout_s` seconds.
+    Raises:
+        RankFailedError: a rank fails, with its traceback, dies, or is not done within `timeout_s` seconds.
     """
     context: Any = multiprocessing.get_context(start_method)
     if start_method == "forkserver":

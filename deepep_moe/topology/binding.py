@@ -39,7 +39,8 @@ def bind(local_rank: int | None = None, num_ranks: int | None = None, *, root: s
     of the rank's GPU. Memory is preferred there. NVSHMEM and NCCL are told the NICs beside the GPUs, by variables that nobody has set. What
     cannot be known is not bound. A rank that another launcher gave its share of the CPUs keeps it; else all ranks begin with the same CPUs.
 
-    Raises ValueError where the numbers do not fit each other.
+    Raises:
+        ValueError: the numbers do not fit each other.
     """
     unknown = config.names_no_local_rank() if local_rank is None else ""
     local_rank = config.local_rank() if local_rank is None else local_rank

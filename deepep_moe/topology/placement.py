@@ -24,7 +24,8 @@ def place(topology: Topology, num_ranks: int, visible_devices: str | None = None
     again at the first. Ranks of a NUMA node share its cores evenly; each gets all SMT siblings of its cores. Without GPUs the ranks are
     spread over the NUMA nodes in order.
 
-    Raises ValueError where `num_ranks` is not positive.
+    Raises:
+        ValueError: `num_ranks` is not positive.
     """
     if num_ranks < 1:
         raise ValueError(f"`num_ranks` is {num_ranks}; pass the number of ranks of this host, at least 1")

@@ -77,7 +77,7 @@ class Tree:
 def read(root: str | Path = "/") -> Topology:
     """Return the topology of the machine whose files are below `root`.
 
-    Files that are missing or damaged raise nothing: `Topology.notes` says what is not known.
+    Where files are missing or damaged, `Topology.notes` says what is not known.
     """
     tree = Tree(Path(root))
     nodes = _nodes(tree)

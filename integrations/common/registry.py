@@ -123,16 +123,20 @@ def suspend() -> None:
     """Give the exchange memory of all layers back until `resume`, as `Buffer.suspend` does, such as while a rollout runs in the same
     process. Collective over the groups of all buffers, between steps; does nothing where no layer has run.
 
-    Forwards raise BufferSuspendedError meanwhile. With copies of experts no backward of an earlier forward may follow. Raises what
-    `Buffer.suspend` raises. CUDA graphs stay valid, as it says.
+    Forwards fail with BufferSuspendedError meanwhile. With copies of experts no backward of an earlier forward may follow. CUDA graphs
+    stay valid.
+
+    Raises: as `Buffer.suspend`.
     """
     for registry in _in_use():
         registry.suspend()
 
 
 def resume() -> None:
-    """Make the memory again that `suspend` has given back, as `Buffer.resume` does. Collective as `suspend`. May be called again if a rank
-    had no memory: all ranks then raise BufferSuspendedError."""
+    """Make the memory again that `suspend` has given back, as `Buffer.resume` does. Collective as `suspend`.
+
+    Raises: as `Buffer.resume`.
+    """
     for registry in _in_use():
         registry.resume()
 

@@ -22,7 +22,8 @@ def enable() -> None:
     So a trainer that calls `deepspeed.initialize` itself, such as Hugging Face's, needs no change. Call this before engines are built, and
     before a module takes the function by `from deepspeed import initialize`. Further calls have no effect.
 
-    Raises ImportError where DeepSpeed is not installed.
+    Raises:
+        ImportError: DeepSpeed is not installed.
     """
     import deepspeed
 
@@ -56,8 +57,11 @@ def initialize(*args: object, **kwargs: object) -> _Initialized:
     slots). With `"enabled": false` nothing else happens than in `deepspeed.initialize`. The same holds without the section, and a log line
     says so.
 
-    Returns what `deepspeed.initialize` returns. Raises what `deepspeed.initialize` and `replace_moe_layers` raise, and ValueError for
-    unknown keys of the section.
+    Returns what `deepspeed.initialize` returns.
+
+    Raises:
+        ValueError: the section has unknown keys.
+        Exception: what `deepspeed.initialize` and `replace_moe_layers` raise.
     """
     import deepspeed
 

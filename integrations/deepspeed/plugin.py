@@ -53,7 +53,7 @@ def replace_moe_layers(
             moves.
 
         backend, num_sms, ranks_per_node: as for `deepep_moe.Buffer`.
-        num_max_tokens_per_rank: the most tokens that a rank ever has in a forward. More raise an error, on CPUs too. None: on GPUs
+        num_max_tokens_per_rank: the most tokens that a rank ever has in a forward. More are an error, on CPUs too. None: on GPUs
             it is the most of any rank in the first forward, rounded up to a multiple of 128. Buffers are replaced by larger ones when a
             rank has more. On CPUs there is no bound.
 
@@ -72,12 +72,12 @@ def replace_moe_layers(
 
         fp8: with `exact=False` and grouped experts, rows travel as fp8 in both passes. The products of `deepspeed.moe.layer.MoE`'s
             experts take them (docs/design/fp8_training.md). For bf16 tokens, experts without biases, and widths that are multiples of 128;
-            a forward with others raises ValueError or TypeError before it sends anything. Not for AutoEP's layers.
+            a forward with others is a ValueError or TypeError before it sends anything. Not for AutoEP's layers.
         balance: with `exact=False`, plan copies of hot experts in each forward (`deepep_moe.nn.Balance`). Layers with equal experts share
-            their memory. Experts run in grouped products, on CPUs too. They have no biases; a forward of others raises ValueError. Not
+            their memory. Experts run in grouped products, on CPUs too. They have no biases; a forward of others is a ValueError. Not
             for AutoEP's layers.
         sums: as for `deepep_moe.Buffer`; by lanes only with `exact=False`. A forward that DeepSpeed's own dispatch would serve, and one of
-            an AutoEP layer that applies its scores before the experts, raises ValueError.
+            an AutoEP layer that applies its scores before the experts, is a ValueError.
 
     Raises:
         ValueError, TypeError: an option is wrong, a bias to move is a parameter, or `model` is no engine.
@@ -239,7 +239,8 @@ def set_is_first_microbatch(model: nn.Module, value: bool | None) -> int:
     Copies are kept where ZeRO 1 or 2 has the weights of all experts in one memory. Elsewhere each forward copies the weights and quantizes
     them. With optimizers that write weights while forwards run (ZenFlow) leave it at None.
 
-    Raises TypeError for another value.
+    Raises:
+        TypeError: another value.
     """
     from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
 

@@ -49,8 +49,9 @@ class SpreadExperts(RankExperts):
         """Send hidden_states [num_tokens, hidden] to the experts top_k_index with top_k_weights, [num_tokens, num_topk].
         Collective over the buffer's group. Returns the shape of hidden_states.
 
-        Raises ValueError for more tokens than `spread_experts` was told, or if a data-parallel wrapper has mixed the experts of ranks, and
-        what `Buffer.dispatch` and `GroupedExperts` raise.
+        Raises:
+            ValueError: more tokens than `spread_experts` was told, or a data-parallel wrapper has mixed the experts of ranks.
+            EPError: what `Buffer.dispatch` raises.
         """
         out = notify_peers_on_failure(self.buffer, self._dispatch, hidden_states, top_k_index, top_k_weights)
         y = notify_peers_on_failure(self.buffer, self._run_experts, out)

@@ -117,8 +117,8 @@ def enable(
     layers, the backend and whose experts they have. Layers with the same group and sizes share one buffer, constructed at the first forward
     and kept until `disable()`, `parallel_state.destroy_model_parallel()`, or until the group is destroyed.
 
-    If a router or an expert fails on one rank, also in a recomputation, its peers raise EPPeerError with that rank's error instead of
-    waiting for the deadline. A config with both `moe_enable_deepep` and our backend raises ValueError, as Megatron-Core would put the
+    If a router or an expert fails on one rank, also in a recomputation, its peers get EPPeerError with that rank's error instead of
+    waiting for the deadline. A config with both `moe_enable_deepep` and our backend is a ValueError, as Megatron-Core would put the
     backend back to DeepEP's.
 
     Args:
@@ -130,7 +130,7 @@ def enable(
 
         gate: let `deepep_moe.ops.gate` choose the experts. Its one pass serves the dispatch too. Where it cannot (logits that are not
             fp32, router replay, ...) a warning says why and Megatron-Core's own routing runs, as with False. Logits that are not finite
-            raise ValueError, but in fp16 they go through, and Megatron-Core skips the step. The gate does not see changes of its probs and
+            are a ValueError, but in fp16 they go through, and Megatron-Core skips the step. The gate does not see changes of its probs and
             routing_map behind autograd's back (`.data`, `.numpy()`).
         num_sms: on GPUs, the SMs that send, as for `deepep_moe.Buffer`. `moe_flex_dispatcher_num_sms` of a config (0.19) overrides it.
 
@@ -138,7 +138,7 @@ def enable(
             and `TEGroupedMLP` where their products are fast (bf16, Hopper or Blackwell GPUs) and they honour the config. Their products
             run at once for all experts. Checkpoints stay those of the class. Otherwise Megatron-Core's stay. The line in the log says
             which, and why. "framework": Megatron-Core's always stay. "own": grouped experts always. A config that they do not honour is
-            ValueError.
+            a ValueError.
 
         sync_free: the host waits for nothing between router and combine, as counts of rows stay on the GPU. Rows get room for every
             routing: tokens of all ranks x min(top-k, experts of the rank), for hidden and intermediate values alike. With one rank these
@@ -160,7 +160,7 @@ def enable(
 
         fp8: rows travel as fp8 in both passes and the products of grouped experts take them (docs/design/fp8_training.md). Nothing is
             padded or quantized again. For bf16 models, alone or beside `--fp8-recipe blockwise`, which then is for the other
-            layers. An `expert_alignment` of 1 becomes 128. What fp8 does not go with (docs/megatron.md) is ValueError.
+            layers. An `expert_alignment` of 1 becomes 128. What fp8 does not go with (docs/megatron.md) is a ValueError.
         sums: as for `deepep_moe.Buffer`. By lanes the experts get ones for probs, and combine applies the probs at the token's rank. The
             layer's sum then has the bits of a rollout on any number of ranks (docs/rollout.md). Not with `fp8`.
         balance: plan copies of hot experts in each forward (`deepep_moe.nn.Balance`). Layers with equal experts share their memory, which
@@ -210,7 +210,11 @@ def enable(
 
 
 def grow_recv_capacity(times: float = 2.0) -> None:
-    """Let all layers have room for that many times more rows, never more than for every routing. All ranks must call it alike."""
+    """Let all layers have room for that many times more rows, never more than for every routing. All ranks must call it alike.
+
+    Raises:
+        TypeError, ValueError: `times` is no number above 0.
+    """
     check_capacity_factor("times", times)
     if _buffers is not None:
         _buffers.grow_capacity(times)
@@ -221,7 +225,8 @@ def take_metrics() -> list[LayerReport]:
 
     `LayerReport.model` tells models apart, by the order in which they first train.
 
-    Raises ValueError without `enable(metrics=True)`.
+    Raises:
+        ValueError: `enable(metrics=True)` was not called.
     """
     if _buffers is None or _buffers.metrics is None:
         raise ValueError("no metrics are gathered; call enable(metrics=True) before the model is built")
@@ -232,7 +237,7 @@ def disable() -> None:
     """Undo `enable()` and destroy the buffers. Does nothing without `enable()`.
 
     Megatron-Core gets its own symbols back, except those that others have replaced since. Models that were built in between keep their
-    dispatchers, which raise BufferDestroyedError when used: build the models again after the next `enable()`. Call this before the process
+    dispatchers, whose calls are BufferDestroyedError: build the models again after the next `enable()`. Call this before the process
     groups are destroyed.
     """
     global _buffers

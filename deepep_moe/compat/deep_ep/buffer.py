@@ -38,8 +38,11 @@ class Buffer(Suspending, LowLatencyCalls):
         num_max_tokens_per_rank: the most tokens that a rank dispatches; memory is then allocated once. None: ranks agree on it in calls.
         ranks_per_node: how many consecutive ranks are a node, as in `deepep_moe.Buffer`. None: the ranks of one host.
 
-    Raises NotImplementedError for `comm` (mpi4py), ValueError without a group. The other arguments choose among DeepEP's variants; they
-    have no effect here.
+    The other arguments choose among DeepEP's variants; they have no effect here.
+
+    Raises:
+        NotImplementedError: `comm` (mpi4py).
+        ValueError: no group.
     """
 
     num_sms: int = Config.num_sms
@@ -82,7 +85,9 @@ class Buffer(Suspending, LowLatencyCalls):
     def set_num_sms(new_num_sms: int) -> None:
         """Set the SMs of later calls: half of them send rows. 20, DeepEP's default, stands for deepep_moe's own choice.
 
-        Raises TypeError if it is no whole number, ValueError if it is odd or below 0.
+        Raises:
+            TypeError: it is no whole number.
+            ValueError: it is odd or below 0.
         """
         num_sms = as_int("new_num_sms", new_num_sms)
         if num_sms < 0 or num_sms % 2:
@@ -119,7 +124,11 @@ class Buffer(Suspending, LowLatencyCalls):
         self, dtype: torch.dtype, size: "torch.Size | None" = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> Tensor:
         """Return memory of the size that was given at construction, or `size` of it. It is the caller's. No call reads or writes it, as
-        the memory of calls belongs to kernels. Raises ValueError where `size` is larger."""
+        the memory of calls belongs to kernels.
+
+        Raises:
+            ValueError: `size` is larger.
+        """
         self._buffers.check_alive()
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
         num_elements = max(0, num_bytes - offset) // dtype.itemsize
@@ -131,8 +140,7 @@ class Buffer(Suspending, LowLatencyCalls):
         return torch.empty(shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
 
     def destroy(self) -> None:
-        """Free the memory. Not collective; may be called with and without `explicitly_destroy`, and again. Later calls raise
-        BufferDestroyedError."""
+        """Free the memory. Not collective; may be called with and without `explicitly_destroy`, and again. Nothing may be called later."""
         self.runtime = None
         for part in self._parts:
             part.destroy()
@@ -151,7 +159,10 @@ class Buffer(Suspending, LowLatencyCalls):
 
         topk_idx: [num_tokens, num_topk] int64 or int32, -1 = no expert. Returns num_tokens_per_rank [num_ranks] int32,
         num_tokens_per_rdma_rank [num_nodes] int32 (None for one node), num_tokens_per_expert [num_experts] int32, is_token_in_rank
-        [num_tokens, num_ranks] bool, and the event. Raises ValueError for wrong shapes.
+        [num_tokens, num_ranks] bool, and the event.
+
+        Raises:
+            ValueError: a shape is wrong.
         """
         self._buffers.check_alive()
         callers = self._stream.begin(topk_idx, previous_event, async_finish)
@@ -201,7 +212,7 @@ class Buffer(Suspending, LowLatencyCalls):
             recv_topk_weights [num_rows, num_topk] fp32; tokens of each local expert; the handle; the event. Along a handle all except
             recv_x and the event are None. Rows are ordered by source rank, then by token.
 
-        Raises: the errors of `deepep_moe.Buffer.dispatch`.
+        Raises: as `deepep_moe.Buffer.dispatch`.
         """
         self._buffers.check_alive()
         try:
@@ -284,7 +295,7 @@ class Buffer(Suspending, LowLatencyCalls):
 
         Returns the sums [num_tokens, hidden], the weights [num_tokens, num_topk] fp32 or None, and the event.
 
-        Raises: the errors of `deepep_moe.Buffer.combine`.
+        Raises: as `deepep_moe.Buffer.combine`.
         """
         self._buffers.check_alive()
         buffer, along = self._buffers.checked(handle, Handle).buffer, handle.along

@@ -29,7 +29,7 @@ class Suspending:
     _parts: Iterable[Any]
 
     def suspend(self) -> None:
-        """Give the memory back until `resume`, as `deepep_moe.Buffer.suspend`. Collective. Calls raise BufferSuspendedError meanwhile.
+        """Give the memory back until `resume`, as `deepep_moe.Buffer.suspend`. Collective.
 
         Memory of a buffer that later ones have replaced stays while handles refer to it."""
         for part in self._parts:

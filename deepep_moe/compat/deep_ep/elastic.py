@@ -32,8 +32,10 @@ class ElasticBuffer(BufferOfGroup):
         num_max_tokens_per_rank: the most tokens that a rank dispatches, the same on every rank. With 0 the dispatch passes it, or the ranks
             agree on it.
 
-    The other arguments choose among DeepEP's variants or configure networks; they have no effect here. `num_cpu_bytes`, for Engram, raises
-    NotImplementedError.
+    The other arguments choose among DeepEP's variants or configure networks; they have no effect here.
+
+    Raises:
+        NotImplementedError: `num_cpu_bytes`, for Engram.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class ElasticBuffer(BufferOfGroup):
             handle; the event. In recv_topk_idx are local experts, and -1 for another rank's. Expanded, it is None, and recv_topk_weights
             is [num_rows]. Without weights that is None.
 
-        Raises: ValueError if arguments are missing or contradict the handle; else the errors of `deepep_moe.Buffer.dispatch`.
+        Raises: as `deepep_moe.Buffer.dispatch`; ValueError if arguments are missing or contradict the handle.
         """
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         routing = topk_idx, topk_weights, num_experts, most, expert_alignment, do_cpu_sync, do_handle_copy
@@ -143,7 +145,7 @@ class ElasticBuffer(BufferOfGroup):
 
         Returns the sums [num_tokens, hidden], the weights [num_tokens, num_topk] fp32 or None, and the event.
 
-        Raises: the errors of `deepep_moe.Buffer.combine`.
+        Raises: as `deepep_moe.Buffer.combine`.
         """
         after = previous_event, previous_event_before_epilogue
         return self._combine(  # type: ignore[return-value]  # not deferred
@@ -160,7 +162,7 @@ for _name in (
 
 
 class BufferAllocator:
-    """A plan of the tensors of a region. They are on the device `meta` until an `EPBuffer` is made with the plan. That raises RuntimeError
+    """A plan of the tensors of a region. They are on the device `meta` until an `EPBuffer` is made with the plan. That is a RuntimeError
     while a tensor has views or weak references, so take views afterwards."""
 
     def __init__(self) -> None:
@@ -174,7 +176,9 @@ class BufferAllocator:
     def place(self, group: dist.ProcessGroup) -> ExpertSlots:
         """Give the tensors their memory: on a GPU where there is one. Collective.
 
-        Raises ValueError for a plan without tensors, or with some that have memory."""
+        Raises:
+            ValueError: the plan has no tensors, or some that have memory.
+        """
         if not self._tensors or any(not tensor.is_meta for tensor in self._tensors):
             raise ValueError("the plan has no tensor, or another buffer has it already; allocate tensors of a new BufferAllocator")
         backend = "nvlink" if torch.cuda.is_available() else "collective"
@@ -188,8 +192,10 @@ class BufferAllocator:
 class EPBuffer(BufferOfGroup):
     """The exchange of a group of ranks, with the arguments and results of DeepEP 2.5: `ElasticBuffer` with `defer_epilogue`.
 
-    lb_allocation_plan_or_num_bytes: a BufferAllocator, whose tensors hold copies of experts of other ranks. A number of bytes raises
-        NotImplementedError, and so does a group of several hosts.
+    lb_allocation_plan_or_num_bytes: a BufferAllocator, whose tensors hold copies of experts of other ranks.
+
+    Raises:
+        NotImplementedError: a number of bytes, or a group of several hosts.
     """
 
     def __init__(
@@ -248,7 +254,8 @@ class EPBuffer(BufferOfGroup):
         defer_epilogue: return an event only. Its `current_stream_wait` returns recv_x, recv_topk_idx, recv_topk_weights and the handle. On
         a GPU rows fly meanwhile, and it enqueues the rest on the stream that is current then.
 
-        Raises ValueError for `do_handle_copy`: the handle refers to `topk_idx`, which must stay as it is.
+        Raises:
+            ValueError: `do_handle_copy`. The handle refers to `topk_idx`, which must stay as it is.
         """
         if do_handle_copy:
             raise ValueError(

@@ -107,7 +107,7 @@ class BufferOfGroup(Suspending):
         dist.barrier(self.group)
 
     def destroy(self) -> None:
-        """Free the memory. Not collective; may be repeated, and needs no `explicitly_destroy`. Later calls raise BufferDestroyedError."""
+        """Free the memory. Not collective; may be repeated, and needs no `explicitly_destroy`. Nothing may be called later."""
         self._buffers.destroy()
 
     def _dispatch(

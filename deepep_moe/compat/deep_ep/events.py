@@ -67,7 +67,11 @@ class EventOverlap:
         return self.current_stream_wait(release_handle)
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
-        """Let the next `current_stream_wait` call `hook_after_wait` after its wait. Raises ValueError if a hook is registered already."""
+        """Let the next `current_stream_wait` call `hook_after_wait` after its wait.
+
+        Raises:
+            ValueError: a hook is registered already.
+        """
         if self.hook_after_wait is not None:
             raise ValueError("this EventOverlap has a hook already, which its next current_stream_wait() calls; register one")
         self.hook_after_wait = hook_after_wait

@@ -18,7 +18,8 @@ _ALSO = {
 def install() -> None:
     """Make `import deep_ep`, `deep_ep.utils` and the other modules find deepep_moe in this process. May be called again.
 
-    Raises ImportError where another `deep_ep` was imported before.
+    Raises:
+        ImportError: another `deep_ep` was imported before.
     """
     present = sys.modules.get(NAME)
     if present is not None and present is not sys.modules.get(PACKAGE):
