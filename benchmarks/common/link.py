@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common.timing import Timer
+from benchmarks.common.workload import Shape
 from deepep_moe import Buffer
 from deepep_moe.ops.routing import is_token_in_rank
 from deepep_moe.tune.timing import slowest
-from deepep_moe.tune.workload import Shape
 
 _BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
 

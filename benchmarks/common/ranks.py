@@ -15,6 +15,7 @@ from benchmarks.common.peers import check_peers
 from benchmarks.common.records import hardware_of, record, write_json
 from benchmarks.common.report import Record
 from benchmarks.common.timing import Timer
+from benchmarks.common.workload import Shape
 from deepep_moe import Buffer, config
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
@@ -47,6 +48,8 @@ class BenchRank(Rank):
 
     def __init__(self, rank: int, num_ranks: int, device_idx: int, options: argparse.Namespace):
         super().__init__(rank, num_ranks, device_idx, options)
+        sizes = num_ranks, options.hidden, options.num_experts, options.num_topk, options.expert_alignment
+        self.shape = Shape(*sizes, getattr(options, "ranks_per_node", None))
         self.group: dist.ProcessGroup | None = dist.new_group(backend="nccl") if options.on_gpu else None
         self.timer = Timer(self.device, self.group)
         if not options.on_gpu:

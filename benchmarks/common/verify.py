@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common.workload import SCALE_BLOCK, Inputs, Operation, Shape
 from deepep_moe import Buffer
 from deepep_moe.errors import EPError
-from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Operation, Shape, compare_bits
+from deepep_moe.tune.ranks import compare_bits
 
 
 def dequantized(rows: Any) -> Tensor:

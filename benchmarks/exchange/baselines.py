@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.common.link import gather_counts
 from benchmarks.common.verify import close_to, expected_combine
-from deepep_moe.tune.workload import Inputs, Shape
+from benchmarks.common.workload import Inputs, Shape
 
 
 def words(*columns: Tensor) -> Tensor:

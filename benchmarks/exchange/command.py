@@ -19,9 +19,9 @@ from benchmarks.common.ranks import BenchRank, Report, add_sizes, resolve_sizes,
 from benchmarks.common.records import spread
 from benchmarks.common.report import Record, number, show_head, show_table, spread_of
 from benchmarks.common.verify import verify
+from benchmarks.common.workload import Inputs, Operation, make_inputs, operations
 from benchmarks.exchange.baselines import PLANNED, verify_baseline, words
 from benchmarks.exchange.deep_ep import KINDS
-from deepep_moe.tune.workload import Inputs, Operation, make_inputs, operations
 
 TOKENS = {"cuda": (128, 512, 2048, 4096, 8192, 32768), "cpu": (128, 512)}
 SWEEP = (4, 8, 12, 16, 24, 32)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.common.peers import load_package, version_of
 from benchmarks.common.verify import close_to, dequantized, dequantized_inputs, expected_combine
-from deepep_moe.tune.workload import Inputs, Operation, Shape
+from benchmarks.common.workload import Inputs, Operation, Shape
 
 _NUM_SMS = 24  # as in DeepEP's own benchmark
 BF16, FP8 = "bfloat16", "float8_e4m3fn"

@@ -22,11 +22,11 @@ import torch
 
 from benchmarks.common.records import hardware_of, write_json
 from benchmarks.common.report import show_layers
+from benchmarks.common.workload import SCALE_BLOCK
 from benchmarks.layers import fp8_layers, harness, megatron_steps
 from benchmarks.layers.fp8_layers import BF16, EACH, SHARED, Layer
 from benchmarks.layers.passes import MeasuredLayer, versions_of
 from deepep_moe.testing import run_ranks
-from deepep_moe.tune.workload import SCALE_BLOCK
 
 LAYER = "fp8 layer"
 _WARMUP = 2

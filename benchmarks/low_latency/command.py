@@ -19,6 +19,7 @@ from benchmarks.common.link import link_rows, tokens_from_to
 from benchmarks.common.peers import add_peer
 from benchmarks.common.ranks import BenchRank, Report, add_sizes, resolve_sizes, run
 from benchmarks.common.report import Record, number, show_head, show_table, spread_of
+from benchmarks.common.workload import Inputs, make_inputs
 from benchmarks.exchange.baselines import PlannedByExpert, verify_baseline, words
 from benchmarks.low_latency import operations as low_latency_operations
 from benchmarks.low_latency.batches import GRAPH_CALLS, Batches, Times
@@ -26,7 +27,6 @@ from benchmarks.low_latency.operations import LowLatencyOperation
 from benchmarks.low_latency.peers import PEERS, SmallBatches
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.tune.ranks import TIMEOUT_S
-from deepep_moe.tune.workload import Inputs, make_inputs
 
 TOKENS = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32, 128)}
 HIDDEN = {"cuda": 7168, "cpu": 1024}

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from benchmarks.common.verify import expected_combine as combined
 from benchmarks.common.verify import in_bf16
+from benchmarks.common.workload import SCALE_BLOCK, Inputs, Shape
 from deepep_moe import LowLatencyBuffer, LowLatencyOutput
 from deepep_moe.ops import quantize_fp8
-from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Shape, compare_bits
+from deepep_moe.tune.ranks import compare_bits
 
 Hook = Callable[[], None]
 _DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}

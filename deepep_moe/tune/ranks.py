@@ -11,34 +11,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import deepep_moe
 from deepep_moe import Buffer, config
+from deepep_moe.errors import EPError
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.group.rendezvous import check_same, gather_objects
 from deepep_moe.testing import run_ranks
 from deepep_moe.tune.records import commit
 from deepep_moe.tune.search import Meter, Verdict, compare, search
 from deepep_moe.tune.timing import Timer, slowest
-from deepep_moe.tune.workload import Operation, Shape, compare_bits, make_inputs, operations
-from deepep_moe.tuning import Machine, Profile, Values
-from deepep_moe.tuning import Shape as ProfileShape
+from deepep_moe.tuning import Machine, Profile, Shape, Values
 
 NUM_RANKS = (2, 4)
 TIMEOUT_S = 30.0  # how long a call waits for a peer
 LEAST_GAIN = 0.005
 """A profile that gains less is not worth a file."""
 NOTHING_FASTER = "no setting that was tried in this time is faster than the default; no profile is written"
-_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
 class Rank:
     """One rank of one run, on the GPU `device_idx` or on the CPU, as `options.on_gpu` says. Every method is collective."""
 
     def __init__(self, rank: int, num_ranks: int, device_idx: int, options: argparse.Namespace):
-        self.options, self.rank, self.started = options, rank, time.monotonic()
-        sizes = num_ranks, options.hidden, options.num_experts, options.num_topk, options.expert_alignment
-        self.shape = Shape(*sizes, getattr(options, "ranks_per_node", None))
+        self.options, self.rank, self.num_ranks, self.started = options, rank, num_ranks, time.monotonic()
         self.device = torch.device("cuda", device_idx) if options.on_gpu else torch.device("cpu")
         if options.on_gpu:
             torch.cuda.set_device(self.device)
@@ -48,7 +45,7 @@ class Rank:
     def say(self, text: str) -> None:
         """Print progress on rank 0."""
         if self.rank == 0:
-            print(f"[{time.monotonic() - self.started:6.1f} s] EP{self.shape.num_ranks}: {text}", file=sys.stderr, flush=True)
+            print(f"[{time.monotonic() - self.started:6.1f} s] EP{self.num_ranks}: {text}", file=sys.stderr, flush=True)
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +85,19 @@ def start(measure: Callable[..., object], options: argparse.Namespace) -> list[A
         dist.destroy_process_group()
 
 
+def compare_bits(what: str, actual: Tensor, expected: Tensor, source: str = "the definition") -> None:
+    """Raise EPError unless both tensors are equal bit for bit. `source` says where `expected` comes from."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise EPError(f"{what} is {actual.dtype} {list(actual.shape)}, and not {expected.dtype} {list(expected.shape)}")
+    num_rows = len(expected)
+    if num_rows == 0:
+        return
+    same = actual.contiguous().view(torch.uint8).view(num_rows, -1) == expected.contiguous().view(torch.uint8).view(num_rows, -1)
+    num_wrong = int((~same.all(1)).sum())
+    if num_wrong:
+        raise EPError(f"{what} differs from {source} in {num_wrong} of {num_rows} rows")
+
+
 # ---- the tuner's ----
 
 
@@ -116,7 +126,7 @@ class TuneRank(Rank):
         backend = buffer.calls.backend
         assert isinstance(backend, NvlinkBackend)  # it was asked for
         default, machine = backend.fitted, backend.machine
-        self.say(f"{machine}; {ProfileShape.of(o.num_tokens, o.hidden, o.num_topk)}; default: {default}")
+        self.say(f"{machine}; {Shape.of(o.num_tokens, o.hidden, o.num_topk)}; default: {default}")
         try:
             self._check_alike(str(machine))
             calls = self._calls(buffer)
@@ -133,32 +143,42 @@ class TuneRank(Rank):
 
     def _check_alike(self, machine: str) -> None:
         """Raise EPMismatchError where ranks have unlike GPUs: no profile is for them, and each would try other settings."""
-        machines = gather_objects(machine, dist.group.WORLD, self.shape.num_ranks, "comparison of GPUs", config.timeout_s(), str)
+        machines = gather_objects(machine, dist.group.WORLD, self.num_ranks, "comparison of GPUs", config.timeout_s(), str)
         check_same([{"the GPU": rank_machine} for rank_machine in machines], "tune ranks with equal GPUs and equal shares of them")
 
-    def _calls(self, buffer: Buffer) -> list[Operation]:
-        """Return the dispatch in the dtype that was asked for, and the combine, which has bf16 rows."""
-        inputs = make_inputs(self.shape, self.options.num_tokens, self.rank, self.device)
-        by_name = {(o.op, o.dtype): o for o in operations(buffer, self.shape, inputs, None) if o.layout == "expert"}
-        return [by_name["dispatch", _DTYPES[self.options.dtype]], by_name["combine", "bfloat16"]]
+    def _calls(self, buffer: Buffer) -> list[Callable[[], Any]]:
+        """Return the dispatch in the dtype that was asked for, and the combine, which has bf16 rows: random, with a uniform routing."""
+        o = self.options
+        generator = torch.Generator(self.device).manual_seed(1000 + self.rank)
 
-    def _sample(self, backend: NvlinkBackend, calls: list[Operation], values: Values, count: int) -> list[float]:
+        def random(columns: int) -> Tensor:
+            return torch.rand(o.num_tokens, columns, generator=generator, device=self.device)
+
+        topk_idx, weights = random(o.num_experts).topk(o.num_topk, dim=1).indices, random(o.num_topk)
+        x = torch.randn(o.num_tokens, o.hidden, generator=generator, device=self.device, dtype=torch.bfloat16)
+        send = partial(buffer.dispatch, topk_idx=topk_idx, topk_weights=weights, expert_alignment=o.expert_alignment)
+        out = send(x)
+        is_fp8 = o.dtype == "fp8"
+        dispatch = partial(send, x.to(torch.float8_e4m3fn), x_scales=random(-(-o.hidden // 128))) if is_fp8 else partial(send, x)
+        return [dispatch, partial(buffer.combine, out.recv_x, out.handle, out.recv_topk_weights)]
+
+    def _sample(self, backend: NvlinkBackend, calls: list[Callable[[], Any]], values: Values, count: int) -> list[float]:
         """Return `count` times of a dispatch and the combine after it, with `values`."""
         backend.use(values)
 
         def both() -> Any:
-            return [operation.call() for operation in calls]
+            return [call() for call in calls]
 
         times = [self.timer.once(both) for _ in range(1 + count)][1:]  # the first finds nothing in its caches
         *times, self._elapsed_s = slowest([*times, time.monotonic() - self.started])
         return times
 
-    def _check_bits(self, backend: NvlinkBackend, calls: list[Operation], default: Values, best: Values) -> None:
+    def _check_bits(self, backend: NvlinkBackend, calls: list[Callable[[], Any]], default: Values, best: Values) -> None:
         """Make sure that the results do not depend on the settings. Raises EPError."""
         results = []
         for values in (default, best):
             backend.use(values)
-            out, combined = (operation.call() for operation in calls)
+            out, combined = (call() for call in calls)
             results.append((out.recv_x.clone(), combined.clone()))
         for what, expected, actual in zip(("recv_x", "combined_x"), *results, strict=True):
             compare_bits(f"{what} with {best}", actual, expected, "that with the default settings")
@@ -171,7 +191,7 @@ class TuneRank(Rank):
             f"deepep-moe tune, {time.strftime('%Y-%m-%d')}, deepep_moe {deepep_moe.__version__} {commit() or ''}, torch "
             f"{torch.__version__}: dispatch in {o.dtype} and combine in bf16, {o.num_tokens} tokens, {o.num_experts} experts; {verdict}"
         )
-        profile = Profile(machine, ProfileShape.of(o.num_tokens, o.hidden, o.num_topk), best, round(verdict.gain, 4), source)
+        profile = Profile(machine, Shape.of(o.num_tokens, o.hidden, o.num_topk), best, round(verdict.gain, 4), source)
         return Outcome(f"faster: {best}: {verdict}", profile)
 
 

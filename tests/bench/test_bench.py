@@ -11,13 +11,12 @@ import torch
 from bench_cases import TORCHRUN, bench, options_of
 
 from benchmarks import gate
-from benchmarks.common import link, verify
+from benchmarks.common import link, verify, workload
 from benchmarks.exchange import command as exchange
 from benchmarks.run import MODULES, main
 from deepep_moe import Buffer
 from deepep_moe.errors import EPError
 from deepep_moe.testing import run_ranks
-from deepep_moe.tune import workload
 
 TINY = [
     "--num-tokens", "8", "3", "--hidden", "144", "--num-experts", "8", "--num-topk", "3", "--expert-alignment", "4", "--iterations", "2",

@@ -4,10 +4,10 @@ import pytest
 import torch
 from bench_cases import bench
 
+from benchmarks.common import workload
 from benchmarks.low_latency import operations as low_latency_operations
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.errors import EPError
-from deepep_moe.tune import workload
 
 TINY = [
     "--num-tokens", "9", "3", "--hidden", "256", "--num-experts", "8", "--num-topk", "3", "--iterations", "4",

@@ -1,4 +1,4 @@
-"""The workload of the tuner and of exchange benchmarks: sizes, inputs, the calls that are timed, and the comparison of their results."""
+"""The workload of exchange benchmarks: sizes, inputs, and the calls that are timed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from deepep_moe import Buffer
-from deepep_moe.errors import EPError
 
 SCALE_BLOCK = 128
 
@@ -101,16 +100,3 @@ def operations(buffer: Buffer, shape: Shape, inputs: Inputs, num_sms: int | None
             calls["cached dispatch", "bfloat16"] = partial(buffer.dispatch, x, topk_weights=weights, handle=out.handle, **sms)
         listed += [Operation(op, dtype, layout, shape.row_bytes(dtype), call, num_sms) for (op, dtype), call in calls.items()]
     return listed
-
-
-def compare_bits(what: str, actual: Tensor, expected: Tensor, source: str = "the definition") -> None:
-    """Raise EPError unless both tensors are equal bit for bit. `source` says where `expected` comes from."""
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        raise EPError(f"{what} is {actual.dtype} {list(actual.shape)}, and not {expected.dtype} {list(expected.shape)}")
-    num_rows = len(expected)
-    if num_rows == 0:
-        return
-    same = actual.contiguous().view(torch.uint8).view(num_rows, -1) == expected.contiguous().view(torch.uint8).view(num_rows, -1)
-    num_wrong = int((~same.all(1)).sum())
-    if num_wrong:
-        raise EPError(f"{what} differs from {source} in {num_wrong} of {num_rows} rows")
