@@ -202,8 +202,8 @@ class MoELayer(RankExperts):
 
         Raises:
             TypeError: the experts' outputs are no tensors.
-            ValueError: x has another width, or outputs another shape; `is_first_microbatch=False` without copies; a data-parallel wrapper
-                has mixed the experts of ranks.
+            ValueError: x has another width or no values, outputs another shape; `is_first_microbatch=False` without copies; a
+                data-parallel wrapper has mixed the experts of ranks.
             BackendUnavailableError: fp8 on a GPU without fp8 products.
             EPPeerError: a peer has raised one of these, or what `Buffer.dispatch`, router and experts raise.
         """
@@ -238,7 +238,12 @@ class MoELayer(RankExperts):
         if x.shape[-1] != self.router.hidden:
             raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.router.hidden}")
         rows = x.reshape(-1, self.router.hidden).contiguous()
-        topk_idx, topk_weights, _ = self.router(rows, mask)
+        try:
+            topk_idx, topk_weights, _ = self.router(rows, mask)
+        except RuntimeError:
+            if rows.is_meta:
+                raise ValueError("x is on meta, so it has no values; give tokens on a CPU or a GPU") from None
+            raise
         planned, bound = None, self.num_recv_rows
         if copies is not None:
             experts: Any = self.experts
