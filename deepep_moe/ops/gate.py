@@ -73,7 +73,7 @@ def gate(
     `deepep_moe.reference.gate` is the exact definition.
 
     On a GPU the call is one launch and waits for nothing. So a logit or bias that is not finite is found there, and the token chooses no
-    expert (-1). The next gate, backward of one or `check_gate` on that GPU is a ValueError, whichever layer it is of.
+    expert (-1). The next gate, backward of one or `check_gate` on that GPU raises, whichever layer it is of.
 
     Args:
         logits: `[num_tokens, num_experts]` float32, bfloat16 or float16, on the CPU or a GPU; there at most 1024 experts. The gradient

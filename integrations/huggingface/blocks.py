@@ -108,7 +108,8 @@ def spread_experts(
         ValueError: no block has this shape, all are spread already, or the top-k is not known. Or an expert computes something else
             (biases, another activation, limits, norms), or has something that would be lost (more parameters, hooks, LoRA).
         EPPeerError: a peer has raised one of these.
-        EPMismatchError: the ranks have different blocks. Errors of `Buffer` are raised too.
+        EPMismatchError: the ranks have different blocks.
+        EPError: what `Buffer` raises.
     """
     members, num_ranks, rank = join(group, "spread model")
     error: Exception | None = None

@@ -38,7 +38,8 @@ def load_spread(
 
     Raises:
         ValueError: the ranks do not divide a number of experts, or `spread_experts` refuses the model.
-        EPPeerError: a peer has raised an error. Errors of `from_pretrained` are raised too.
+        EPPeerError: a peer has raised an error.
+        Exception: what `from_pretrained` raises.
     """
     members, num_ranks, _ = join(group, "spread model")
     agree("load_spread, which every rank calls", None, members, num_ranks)  # before anybody waits for a disk

@@ -237,7 +237,7 @@ def disable() -> None:
     """Undo `enable()` and destroy the buffers. Does nothing without `enable()`.
 
     Megatron-Core gets its own symbols back, except those that others have replaced since. Models that were built in between keep their
-    dispatchers, whose calls are BufferDestroyedError: build the models again after the next `enable()`. Call this before the process
+    dispatchers, which raise BufferDestroyedError when used: build the models again after the next `enable()`. Call this before the process
     groups are destroyed.
     """
     global _buffers

@@ -67,5 +67,6 @@ def test_api_pages_have_every_public_name(site):
     assert not inner & {name.rpartition(".")[2] for name in names if name.startswith("deepep_moe.")}, "inner names"
     for page, first in (("nn", "MoELayer"), ("megatron", "enable"), ("deepspeed", "initialize"), ("huggingface", "spread_experts")):
         assert re.search(r'id="?deepep_moe[.\w]*\.(\w+)"', (site / "api" / f"{page}.html").read_text())[1] == first, "what is used first"
+    assert not any(re.search(r"Raises (?:<[^>]+>)*\w+Error", path.read_text()) for path in (site / "api").glob("*.html")), "in prose"
     sources = [path.read_text() for folder in ("deepep_moe", "integrations") for path in (ROOT / folder).rglob("*.py")]
     assert not re.findall(r"^ +\w+Error: .*[.;] \w+Error: .*", "\n".join(sources), re.MULTILINE), "one line an error"

@@ -25,7 +25,7 @@ BLOCKS = {
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
 }
 ALONE = [
-    *((f"docs/api/{page}.md", 0) for page in ("buffer", "low_latency", "nn", "ops")),
+    *((f"docs/api/{page}.md", 0) for page in ("buffer", "low_latency", "nn", "ops", "rest")),
     ("docs/index.md", 0),
     ("docs/inference.md", 0),
     ("docs/watch.md", 0),

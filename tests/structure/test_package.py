@@ -101,7 +101,7 @@ def test_numbers_come_from_results():
             kind = {"num_tokens": 128, "half": "both", "graph": True} if graph else {"num_tokens": int(num_tokens or 4096), "num_sms": None}
             kind |= {"name": name, "num_ranks": int(num_ranks)}
             (record,) = [record for record in records if {field: record[field] for field in kind} == kind]
-            cells = [f"{record['us_median']:.0f} us", f"{record['rival_us']:.0f} us", f"{record['ratio']:.1f}x"]
+            cells = [f"{record['us_median']:.0f} us", f"{record['rival_us']:.0f} us", f"{record['ratio']:.1f}x", f"{record['gbps']:.0f}"]
             if graph:
                 assert f"{record['us_graph_of_20']:.1f}" in re.search(r"20 calls in one graph take .+ us", DOCUMENTS)[0]
         else:
