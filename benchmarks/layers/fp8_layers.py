@@ -42,8 +42,8 @@ def _inputs(options: argparse.Namespace, rank: int, device: torch.device) -> tup
 
 
 def make_layers(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> tuple[dict[str, Layer], int]:
-    """Return our layers by name, which share router, experts and buffer, and the rows that this rank sends in a dispatch: one for each
-    token and rank that it goes to, including this rank."""
+    """Return our layers by name, which share router, experts and buffer, and the rows that this rank sends in a dispatch. A token has one
+    for each rank that it goes to, including this rank."""
     num_local_experts = options.num_experts // num_ranks
     torch.manual_seed(1)
     router = Router(options.hidden, options.num_experts, options.num_topk, device=device)

@@ -67,8 +67,8 @@ struct RailCombine {
 
 // ---- weigh ----
 
-// One block for each other node puts this rank's weights there, waits for those of the rail's rank there, and pushes these, in heads like a
-// dispatch's, to the ranks of this node that have rows of the token.
+// One block for each other node puts this rank's weights there, and waits for those of the rail's rank there. It pushes these, in heads
+// like a dispatch's, to the ranks of this node that have rows of the token.
 struct Weigher : RailCombine {
     using RailCombine::RailCombine;
 
