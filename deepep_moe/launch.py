@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
     words = parser()
     options = words.parse_args(arguments)
     if not (options.module or options.no_python or options.run_path or Path(options.training_script).exists()):
-        words.error(f"no file {options.training_script}; --module starts a module")
+        words.error(f"no such script: {options.training_script!r} (current folder: {Path.cwd()})")
     if options.bind:
         for name in ("run_path", "virtual_local_rank", "numa_binding"):  # numa_binding would bind the ranks too
             if getattr(options, name, None):

@@ -38,7 +38,7 @@ def test_help_without_a_subcommand(capsys):
         ("tune --time-limit nan", "deepep-moe tune: --time-limit nan must be above 0 and below 1e9"),
         ("tune --hidden 24", "deepep-moe tune: --hidden 24 must be a multiple of 16, "),
         ("tune --num-topk 9 --num-experts 8", "deepep-moe tune: --num-topk 9 must be at most 32 and at most --num-experts 8"),
-        ("launch x.py", "deepep-moe launch: no file x.py"),
+        ("launch x.py", "deepep-moe launch: no such script: 'x.py' (current folder: "),
         ("launch --nproc-per-node 0 -m x", "deepep-moe launch: --nnodes 1:1 and --nproc-per-node 0 must be at least 1"),
         ("build _triton", "deepep-moe build: no module _triton; choose from _torch, _nvshmem"),
     ],
