@@ -10,7 +10,19 @@ from torch import Tensor
 from benchmarks.common.workload import SCALE_BLOCK, Inputs, Operation, Shape
 from deepep_moe import Buffer
 from deepep_moe.errors import EPError
-from deepep_moe.tune.ranks import compare_bits
+
+
+def compare_bits(what: str, actual: Tensor, expected: Tensor, source: str = "the definition") -> None:
+    """Raise EPError unless both tensors are equal bit for bit. `source` says where `expected` comes from."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise EPError(f"{what} is {actual.dtype} {list(actual.shape)}, and not {expected.dtype} {list(expected.shape)}")
+    num_rows = len(expected)
+    if num_rows == 0:
+        return
+    same = actual.contiguous().view(torch.uint8).view(num_rows, -1) == expected.contiguous().view(torch.uint8).view(num_rows, -1)
+    num_wrong = int((~same.all(1)).sum())
+    if num_wrong:
+        raise EPError(f"{what} differs from {source} in {num_wrong} of {num_rows} rows")
 
 
 def dequantized(rows: Any) -> Tensor:

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common.verify import compare_bits, in_bf16
 from benchmarks.common.verify import expected_combine as combined
-from benchmarks.common.verify import in_bf16
 from benchmarks.common.workload import SCALE_BLOCK, Inputs, Shape
 from deepep_moe import LowLatencyBuffer, LowLatencyOutput
 from deepep_moe.ops import quantize_fp8
-from deepep_moe.tune.ranks import compare_bits
 
 Hook = Callable[[], None]
 _DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}

@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common.verify import close_to, dequantized
+from benchmarks.common.verify import close_to, compare_bits, dequantized
 from benchmarks.common.workload import Inputs, Shape
 from benchmarks.exchange.deep_ep import FP8, DeepEPV2, Library, topk_dtype
 from benchmarks.low_latency.operations import Hook, LowLatencyOperation, expected_combine, expected_dispatch, expert_rows, received
-from deepep_moe.tune.ranks import compare_bits
 
 _MULTIPLE = 4  # V1 wants a number of rows that its bulk copies can address
 

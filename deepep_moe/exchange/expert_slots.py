@@ -40,13 +40,12 @@ class ExpertSlots:
     of another object or of a Buffer may run beside them, on another stream.
 
     Args:
-        group: the process group. None: the default group where torch.distributed is initialized, else this process alone.
+        group, timeout_s: as for `Buffer`.
         num_bytes: memory of each rank for the slots.
 
         backend: "auto", "nvlink" or "collective". "auto" takes `nvlink` if every rank sees a GPU of one host and the group has NCCL, else
             `collective`. `nvlink` moves the copies by kernels: no host reads `copies`, and both calls can be captured in CUDA graphs.
             `collective` uses the group's own collectives, on GPUs too.
-        timeout_s: deadline of every wait for a peer, in seconds. None: `DEEPEP_MOE_TIMEOUT_S`, else 300.
 
     Raises: as `Buffer`.
     """

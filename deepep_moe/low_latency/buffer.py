@@ -57,22 +57,19 @@ class LowLatencyBuffer(Sizes):
     was received, but not before the one before that was. Double-batch overlap needs this (`deepep_moe.nn.overlapped`).
 
     Args:
-        group: the process group. None: the default group where torch.distributed is initialized, else this process alone.
+        group, num_experts, timeout_s: as for `Buffer`.
         num_max_tokens_per_rank: most tokens one rank may dispatch in a call. It must be 1 to 65535, with `sums`
             by lanes 1 to 65535 / num_topk.
         hidden: columns of a row. A row must be a multiple of 16 bytes, and with `fp8` of 128 columns.
-        num_experts: experts of all ranks together. Their number is a multiple of the group's size.
         num_topk: experts per token. At most 32 are allowed.
 
         backend: "auto", `nvlink` (GPUs of one host), `nvshmem` (GPUs of several nodes, 32 ranks at most) or `shm` (ranks of one host,
             CPU tensors). NVLink between the GPUs is not checked where a process sees its own GPU alone. On GPUs with an NCCL group
             "auto" takes `nvlink` or `nvshmem`, else `shm`. The name is in `buffer.backend`, and in one log line on rank 0. A process
             without a group serves the kind of device that its first dispatch's rows lie on.
-        timeout_s: deadline of every wait for a peer, in seconds. None: `DEEPEP_MOE_TIMEOUT_S`, else 300.
 
         mask_stalled: go on without a rank that died or misses the deadline, instead of failing. The rank is masked (`mask_rank`).
-        ranks_per_node: how many consecutive ranks are a node, a divisor of the group's size. None: the ranks of one host are a node. Fewer
-            than a host has make virtual nodes, for tests.
+        ranks_per_node: as for `Buffer`. Fewer than a host has make virtual nodes, for tests.
         sums: as in `Buffer`. By lanes a row crosses for each (token, lane), to the same place as by ranks. `combine` weights and adds the
             rows on the token's rank. The workspace grows num_topk times.
 
