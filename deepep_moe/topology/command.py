@@ -15,9 +15,11 @@ LEGEND = "PIX = one PCIe switch, PXB = several, PHB = host bridge, NODE = NUMA n
 def main(arguments: list[str], root: Path = Path("/")) -> None:
     """Run the command with `arguments`, those after its name. `root` is the folder that holds sys and proc."""
     parser = Parser("deepep-moe topology", description=__doc__)
-    command = parser.add_subparsers(dest="command", metavar="[nccl]").add_parser("nccl", description=nccl.__doc__)
-    command.add_argument("--output", type=Path, metavar="FILE", help="write a topology file for NCCL")
+    parser.add_argument("command", nargs="?", choices=("nccl",), metavar="nccl", help="show settings of NCCL for several nodes")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="with nccl: write a topology file for NCCL")
     options = parser.parse_args(arguments)
+    if options.output and not options.command:
+        parser.error("--output FILE goes with nccl: deepep-moe topology nccl --output FILE")
     topology = read(root)
     if options.command != "nccl":
         print(text(topology))

@@ -33,7 +33,7 @@ def test_help_without_a_subcommand(capsys):
     [
         ("tset", "deepep-moe: argument COMMAND: invalid choice: 'tset' (choose from "),
         ("doctor --tset", "deepep-moe doctor: unrecognized arguments: --tset"),
-        ("topology ncl", "deepep-moe topology: argument [nccl]: invalid choice: 'ncl' (choose from "),
+        ("topology ncl", "deepep-moe topology: argument nccl: invalid choice: 'ncl' (choose from "),
         ("tune --time-limit nan", "deepep-moe tune: --time-limit nan must be above 0 and below 1e9"),
         ("tune --hidden 24", "deepep-moe tune: --hidden 24 must be a multiple of 16, "),
         ("tune --num-topk 9 --num-experts 8", "deepep-moe tune: --num-topk 9 must be at most 32 and at most --num-experts 8"),
