@@ -55,6 +55,9 @@ class Balance:
 
     Instances of `MoELayer` of one group with equal experts that run one after another should share one. The first forward makes the memory.
     After an error call `destroy` on all ranks, before `Buffer.recover`; the next forward makes the memory again.
+
+    Raises:
+        TypeError, ValueError: a number is none, or out of bounds.
     """
 
     def __init__(self, num_slots: int = 4, *, cost: int = 2048):
