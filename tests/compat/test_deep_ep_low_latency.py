@@ -202,7 +202,7 @@ def test_sizes_of_any_kind(rank):
 
 
 @on_ranks(2)
-def test_too_small_on_a_rank(rank):
+def test_too_small_on_a_rank_and_few_buffers(rank):
     """Rank 0 has room for two rows of its expert, and three come."""
     buffer = make_buffer("shm", rank)
     idx = torch.zeros(3, 1, dtype=torch.int64)
@@ -215,10 +215,7 @@ def test_too_small_on_a_rank(rank):
         buffer.low_latency_dispatch(x, idx, 3, 2, use_fp8=False)
     dist.barrier()
 
-
-@on_ranks(2)
-def test_keeps_few_buffers(rank):
-    """Calls of many hidden sizes and numbers of experts leave as many buffers as are allowed, and handles of the first ones go on."""
+    # Calls of many hidden sizes and numbers of experts leave as many buffers as are allowed, and handles of the first ones go on.
     buffer, handles = make_buffer("shm", rank), []
     for hidden in range(8, 8 * 15, 8):
         x, idx = torch.full((1, hidden), float(rank + 1)).bfloat16(), torch.tensor([[1 - rank]])

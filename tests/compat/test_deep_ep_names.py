@@ -1,13 +1,10 @@
 """`import deep_ep` finds deepep_moe after install(), under the runner and with the distribution, and never otherwise."""
 
-import os
 import shutil
-import subprocess
-import sys
 import zipfile
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from scripts import ROOT, run_python
+
 DISTRIBUTION = ROOT / "distributions" / "deepep-moe-compat"
 USE = """
 import importlib.util, sys
@@ -22,15 +19,8 @@ print("ran", *sys.argv[1:])
 """
 
 
-def python(*arguments, **variables):
-    result = subprocess.run(
-        [sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, env=os.environ | variables, timeout=300
-    )
-    return result.stdout.strip(), result.stderr
-
-
 def test_not_by_itself():
-    assert python("-c", "import deepep_moe.compat.deep_ep, sys; print('deep_ep' in sys.modules)")[0] == "False"
+    assert run_python("-c", "import deepep_moe.compat.deep_ep, sys; print('deep_ep' in sys.modules)").stdout == "False\n"
 
 
 # Every name of DeepEP 2.1's package and of its modules for users, of its branch hybrid-ep, and of 2.5.
@@ -62,13 +52,13 @@ deep_ep.utils.envs.check_torch_deterministic(), deep_ep.utils.envs.check_nvlink_
 
 
 def test_install():
-    assert python("-c", f"NAMES = {NAMES!r}" + FIND + USE, "now")[0] == "ran now"
+    assert run_python("-c", f"NAMES = {NAMES!r}" + FIND + USE, "now").stdout == "ran now\n"
 
 
 def test_install_after_another(tmp_path):
     (tmp_path / "deep_ep.py").write_text("")
     code = "import deep_ep\nfrom deepep_moe.compat.deep_ep import install\ninstall()"
-    _, error = python("-c", code, PYTHONPATH=str(tmp_path))
+    error = run_python("-c", code, code=1, PYTHONPATH=f"{tmp_path}:{ROOT}").stderr
     assert f"ImportError: deep_ep was already imported, from {tmp_path / 'deep_ep.py'}; call deepep_moe.compat.deep_ep.install()" in error
 
 
@@ -76,16 +66,16 @@ def test_runner(tmp_path):
     (tmp_path / "beside.py").write_text("")
     script = tmp_path / "use.py"
     script.write_text(USE + "import beside\nassert __name__ == '__main__'")
-    assert python("-m", "deepep_moe.compat.run", script, "--an", "argument")[0] == "ran --an argument"
-    assert python("-m", "deepep_moe.compat.run", "-m", "use", "word", PYTHONPATH=str(tmp_path))[0] == "ran word"
-    assert "deepep_moe.compat.run: no such script: 'nowhere.py'" in python("-m", "deepep_moe.compat.run", "nowhere.py")[1]
+    assert run_python("-m", "deepep_moe.compat.run", script, "--an", "argument").stdout == "ran --an argument\n"
+    assert run_python("-m", "deepep_moe.compat.run", "-m", "use", "word", PYTHONPATH=f"{tmp_path}:{ROOT}").stdout == "ran word\n"
+    assert "deepep_moe.compat.run: no such script: 'nowhere.py'" in run_python("-m", "deepep_moe.compat.run", "nowhere.py", code=1).stderr
 
 
 def test_distribution(tmp_path):
     source = tmp_path / "source"  # a build leaves folders beside the sources
     shutil.copytree(DISTRIBUTION, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     command = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-w", tmp_path, source]
-    _, error = python(*command)
+    error = run_python(*command).stderr
     (wheel,) = tmp_path.glob("deepep_moe_compat-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
@@ -94,4 +84,4 @@ def test_distribution(tmp_path):
     version = (ROOT / "pyproject.toml").read_text().split('\nversion = "')[1].split('"')[0]
     assert f"Version: {version}\n" in metadata and f"Requires-Dist: deepep-moe=={version}\n" in metadata
     without_the_check = USE.replace("importlib.util.find_spec", "bool")  # as the import is the first to find it
-    assert python("-c", without_the_check, "installed", PYTHONPATH=str(tmp_path / "site"))[0] == "ran installed"
+    assert run_python("-c", without_the_check, "installed", PYTHONPATH=f"{tmp_path / 'site'}:{ROOT}").stdout == "ran installed\n"

@@ -1,7 +1,6 @@
 """Wrong arguments of one rank: peers learn of them before the deadline, before a buffer exists and in calls that name their buffer."""
 
 import gc
-import itertools
 import os
 import weakref
 
@@ -114,7 +113,7 @@ def test_into_a_larger_buffer(rank):
 
 
 @on_ranks(2)
-def test_probs_of_a_combine(rank):
+def test_wrong_probs_and_maps(rank):
     buffer = HybridEPBuffer(dist.group.WORLD, hidden_dim=64, max_num_of_tokens_per_rank=16, num_local_experts=2)
     chosen = torch.zeros(2, 4, dtype=torch.bool)
     chosen[:, ::3] = True
@@ -123,10 +122,7 @@ def test_probs_of_a_combine(rank):
         buffer.combine(recv_x, probs[:1] if rank == 1 else probs, handle)
     assert torch.equal(buffer.combine(recv_x, probs, handle)[1], chosen.float())
 
-
-@on_ranks(2)
-def test_too_many_experts_of_a_token(rank):
-    """A token of rank 0 has more experts than any buffer has lanes: every rank refuses the call, and no later one."""
+    # A token of rank 0 has more experts than any buffer has lanes: every rank refuses the call, and no later one.
     buffer = HybridEPBuffer(dist.group.WORLD, hidden_dim=64, max_num_of_tokens_per_rank=16, num_local_experts=32)
     ordinary = torch.zeros(2, 64, dtype=torch.bool)
     ordinary[:, rank::40] = True
@@ -147,13 +143,8 @@ def test_too_many_experts_of_a_token(rank):
             assert y[0, 0] == ordinary[0].sum() and torch.equal(back, ordinary.float())
 
 
-@on_ranks(2)
-def test_with_a_bound(rank):
-    for by_map, first in itertools.product((False, True), (False, True)):
-        wrong_with_a_bound(rank, by_map, first)
-
-
-def wrong_with_a_bound(rank, by_map, first):
+@on_ranks(2, by_map=(False, True), first=(False, True))
+def test_with_a_bound(rank, by_map, first):
     """Wrong arguments of a dispatch with `num_permuted_tokens`, whose peers meet in an all-reduce first."""
     buffer = HybridEPBuffer(dist.group.WORLD, hidden_dim=64, max_num_of_tokens_per_rank=16, num_local_experts=2)
     idx, weights = torch.tensor([[0], [2]]), torch.ones(2, 1)
