@@ -60,7 +60,7 @@ BAD_DISPATCHES = [  # changes of the arguments, the error, a piece of its messag
 
 
 @on_ranks(2, backend=BACKENDS, sums=("ranks", "lanes"))
-def test_bad_arguments_of_dispatch(rank, backend, sums):
+def test_bad_arguments(rank, backend, sums):
     buffer, other = make_buffer(backend, sums=sums), make_buffer(backend, sums=sums)
     handles = {"own": buffer.dispatch(X, IDX).handle, "other": other.dispatch(X, IDX).handle}
     for changes, error, message in BAD_DISPATCHES:
@@ -75,23 +75,6 @@ def test_bad_arguments_of_dispatch(rank, backend, sums):
         out = buffer.dispatch(X, IDX, WEIGHTS)
         assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all(), "usable afterwards"
 
-
-def test_bad_arguments_of_layout():
-    buffer = make_buffer()
-    for topk_idx, error, message in (
-        (IDX.tolist(), TypeError, "topk_idx must be a torch.Tensor, not list"),
-        (IDX.float(), TypeError, "topk_idx has dtype float32"),
-        (torch.zeros(4, 3, dtype=torch.int64), ValueError, r"topk_idx has shape \[4, 3\]"),
-        (IDX + 1, ValueError, r"topk_idx\[1, 1\] is 4"),
-    ):
-        with pytest.raises(error, match=message):
-            buffer.layout(topk_idx)
-
-
-@on_ranks(2, backend=BACKENDS, sums=("ranks", "lanes"))
-def test_bad_arguments_of_combine(rank, backend, sums):
-    buffer = make_buffer(backend, sums=sums)
-    out = buffer.dispatch(X, IDX, WEIGHTS)
     rows = len(out.recv_x)
     for changes, error, message in (
         (dict(x=out.recv_x.double()), TypeError, "x has dtype float64"),
@@ -106,6 +89,18 @@ def test_bad_arguments_of_combine(rank, backend, sums):
         with refused(rank, 1, error, message):
             buffer.combine(**(dict(x=out.recv_x, handle=out.handle) | (changes if rank == 1 else {})))
     assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all(), "usable afterwards"
+
+
+def test_bad_arguments_of_layout():
+    buffer = make_buffer()
+    for topk_idx, error, message in (
+        (IDX.tolist(), TypeError, "topk_idx must be a torch.Tensor, not list"),
+        (IDX.float(), TypeError, "topk_idx has dtype float32"),
+        (torch.zeros(4, 3, dtype=torch.int64), ValueError, r"topk_idx has shape \[4, 3\]"),
+        (IDX + 1, ValueError, r"topk_idx\[1, 1\] is 4"),
+    ):
+        with pytest.raises(error, match=message):
+            buffer.layout(topk_idx)
 
 
 def changed_handle(handle, change):
@@ -255,16 +250,19 @@ def test_exceeded_bound(rank, backend):
 
 @on_ranks(3)
 def test_settings_are_compared_at_construction(rank):
-    base = dict(num_max_tokens_per_rank=8, hidden=16, num_experts=6, num_topk=2, backend="auto", sums="ranks")
-    others = dict(hidden=32, num_experts=12, num_topk=3, num_max_tokens_per_rank=9, backend="collective", sums="lanes")
+    base = dict(num_max_tokens_per_rank=8, hidden=16, num_experts=6, num_topk=2, backend="auto", sums="ranks", ranks_per_node=3)
+    others = dict(hidden=32, num_experts=12, num_topk=3, num_max_tokens_per_rank=9, backend="collective", sums="lanes", ranks_per_node=1)
     for name, value in others.items():
         with pytest.raises(EPMismatchError, match=f"ranks disagree on {name} .*rank 1: {base[name]!r}, rank 2: {value!r}"):
             Buffer(None, **(base | ({name: value} if rank == 2 else {})))
-    for culprit, name, value, message in (
-        (1, "num_experts", 7, "num_experts is 7; it must be a multiple of the group's 3 ranks"),
-        (2, "timeout_s", "5", "timeout_s is '5'"),
+    for culprit, name, value, error, message in (
+        (1, "num_experts", 7, ValueError, "num_experts is 7; it must be a multiple of the group's 3 ranks"),
+        (2, "timeout_s", "5", ValueError, "timeout_s is '5'"),
+        *((1, "ranks_per_node", number, ValueError, f"ranks_per_node is {number}") for number in (0, -1)),
+        (2, "ranks_per_node", 2, ValueError, "ranks_per_node is 2; it must be None or divide the group's 3 ranks"),
+        *((1, "ranks_per_node", number, TypeError, f"ranks_per_node is {number}; it must be an int") for number in (True, 1.0)),
     ):
-        with pytest.raises(ValueError if rank == culprit else EPPeerError, match=message):
+        with pytest.raises(error if rank == culprit else EPPeerError, match=message):
             Buffer(None, **(base | ({name: value} if rank == culprit else {})))
     os.environ.update({"DEEPEP_MOE_TIMEOUT_S": "soon"} if rank == 0 else {})
     with pytest.raises(ValueError if rank == 0 else EPPeerError, match="DEEPEP_MOE_TIMEOUT_S='soon' is not a number"):

@@ -30,12 +30,15 @@ def test_memory_serves_again():
     assert address in [tensor.data_ptr() for tensor in results]
     assert len({tensor.data_ptr() for tensor in results}) == 3
 
-
-def test_arrays_use_memory():
-    pool = HostPool()
     array = make(pool).fill_(1).numpy()
     make(pool).fill_(2)
     assert (array == 1).all()
+
+    # A tensor that was sent to another process has memory that the other one maps.
+    tensor = make(pool).fill_(1).share_memory_()
+    address = tensor.data_ptr()
+    del tensor
+    assert make(pool).data_ptr() != address
 
 
 def test_freed_and_resized():
@@ -50,15 +53,6 @@ def test_freed_and_resized():
     del tensor, other
     gc.collect()
     assert make(pool).fill_(3).eq(3).all()
-
-
-def test_memory_of_other_processes():
-    """A tensor that was sent to another process has memory that the other one maps."""
-    pool = HostPool()
-    tensor = make(pool).fill_(1).share_memory_()
-    address = tensor.data_ptr()
-    del tensor
-    assert make(pool).data_ptr() != address
 
 
 def test_pool_keeps_what_was_in_use():

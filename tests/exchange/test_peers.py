@@ -147,47 +147,20 @@ def test_buffers_free_their_memory(rank, num_ranks):
     assert not [name for name in os.listdir("/dev/shm") if "deepep" in name]
 
 
-# ---- does a process still run? ----
-
-
-def start_process():
-    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-
-
-def test_own_process():
+def test_is_a_process_gone():
     assert not _C.running(os.getpid()).is_gone()
-
-
-def test_process_that_ends():
-    child = start_process()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = _C.running(child.pid)
     assert not process.is_gone()
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert process.is_gone(), "it only waits to be reaped"
-    child.wait()
-    assert process.is_gone()
-
-
-def test_process_that_nobody_can_see():
-    child = start_process()
-    child.kill()
-    child.wait()
-    assert not _C.running(child.pid).is_gone(), "as it was not known when it began"
-
-
-def test_no_file_can_be_opened():
-    """A process that has all the files it may have does not take its peers for dead."""
-    child = start_process()
-    process = _C.running(child.pid)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = os.open(os.devnull, os.O_RDONLY)
+    limits, used = resource.getrlimit(resource.RLIMIT_NOFILE), os.open(os.devnull, os.O_RDONLY)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
-        assert not process.is_gone()
+        assert not process.is_gone(), "this process has all the files that it may have"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         os.close(used)
         child.kill()
-        child.wait()
-    assert process.is_gone()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert process.is_gone(), "it only waits to be reaped"
+    child.wait()
+    assert process.is_gone() and not _C.running(child.pid).is_gone(), "that was not known when it began"

@@ -397,7 +397,7 @@ def save_exchange(_context, operator, *_, **__):
 
 
 @on_ranks(2, backend=("shm", "collective"))
-def test_selective_checkpointing(rank, backend):
+def test_checkpointing(rank, backend):
     """The recomputation makes no second exchange. One rank keeps something behind the combine, so its recomputation ends later."""
     buffer = make_buffer(backend)
 
@@ -420,10 +420,7 @@ def test_selective_checkpointing(rank, backend):
             results.append([leaf.grad for leaf in leaves])
         assert all(map(torch.equal, *results))
 
-
-@on_ranks(2, backend=("shm", "collective"))
-def test_nested_checkpoints(rank, backend):
-    buffer = make_buffer(backend)
+    # Checkpoints in a checkpoint.
     run = partial(checkpoint, use_reentrant=False)
     results = []
     for call in (lambda x: layer(buffer, x.sin(), WEIGHTS), lambda x: run(lambda x: run(lambda x: layer(buffer, x.sin(), WEIGHTS), x), x)):

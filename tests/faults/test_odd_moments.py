@@ -261,16 +261,12 @@ def test_peer_that_comes_at_the_deadline(rank, num_ranks):
 
 
 @on_ranks(1, kind=("shm", "collective", "low latency"))
-def test_handles_stay_in_their_process(rank, num_ranks, kind):
+def test_use_by_another_and_by_a_forked_process(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     handle = buffer.dispatch(torch.ones(4, 16), torch.tensor([[0], [1], [0], [1]])).handle
     with pytest.raises(TypeError, match="Handle says where the rows of this process are and cannot be saved or sent"):
         pickle.dumps(handle)
 
-
-@on_ranks(1, kind=("shm", "low latency"))
-def test_use_in_a_forked_process(rank, num_ranks, kind):
-    buffer = make(kind, num_ranks)
     child = os.fork()
     if child == 0:
         error, _ = outcome(partial(make_step, buffer, 0))
