@@ -29,10 +29,16 @@ from low_latency_cases import (
 )
 from on_ranks import on_ranks
 
-from deepep_moe import LowLatencyBuffer, ops, reference
+from deepep_moe import Buffer, LowLatencyBuffer, ops, reference
 from deepep_moe.testing import run_ranks
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SUMS = ("lanes", "lanes_fma")  # beside those by ranks
+
+
+OF_THREE_OR_TWO_NODES = pytest.mark.parametrize(
+    ("backend", "num_ranks"), [("shm", 3), *(pytest.param(*size, marks=pytest.mark.gpu) for size in (("nvlink", 3), ("nvshmem", 4)))]
+)
 
 
 # ---- small enough to check by hand ----
@@ -65,6 +71,23 @@ def test_by_hand(rank, backend):
         y = buffer.combine(out.recv_x, out.handle, topk_weights=2 * weights)  # along the same handle
         assert y[:, 0].tolist() == [[1.5, 8.0], [12.0, 24.0]][rank]
     assert buffer.combine(out.recv_x, out.handle)[:, 0].tolist() == [[14.0, 14.0], [42.0, 56.0]][rank]
+
+
+@on_ranks(2, backend=BACKENDS)
+def test_sums_by_lanes_by_hand(rank, backend):
+    """256 + 1 is 256 in bf16, so what is rounded between lanes loses both ones of 256 + 1 + 1 = 258."""
+    device_of(backend, rank)
+    buffer = LowLatencyBuffer(None, 2, 8, 4, 3, backend=backend, sums="lanes")
+    x, idx = on_device(backend, rank, torch.ones(2, 8, dtype=torch.bfloat16), torch.tensor([[3, 0, 1], [2, -1, 0]]))
+    weights = torch.tensor([[256.0, 1.0, 1.0], [2.0, torch.nan, 3.0]], device=x.device)
+    out = buffer.dispatch(x, idx, weights)
+    assert out.num_recv_tokens_per_expert.tolist() == [[4, 2], [2, 2]][rank]
+    assert buffer.combine(out.recv_x, out.handle)[:, 0].tolist() == [258.0, 5.0]
+    out = buffer.dispatch(x, idx)
+    assert buffer.combine(out.recv_x, out.handle)[:, 0].tolist() == [3.0, 2.0]
+    into = torch.full_like(x, torch.nan)
+    assert buffer.combine(out.recv_x, out.handle, topk_weights=weights, out=into) is into
+    assert into[:, 0].tolist() == [258.0, 5.0]
 
 
 @pytest.mark.gpu
@@ -107,33 +130,45 @@ def test_equals_reference(num_ranks, backend):
         Case(tokens, dtype=dtype, wire=wire, hidden=hidden, mode=mode, seed=num_ranks, combine_weights=True)
         for dtype, wire, hidden, mode in settings
     ]
-    run_ranks(check_cases, num_ranks, backend, cases)
+    of_lanes = [Case(tokens, dtype=dtype, num_topk=5, sums=sums) for dtype, sums in itertools.product(DTYPES, SUMS)]
+    changes = (
+        {"with_weights": False}, {"combine_weights": True, "mode": "hook"}, {"num_topk": 1, "mode": "async"}, {"fp8": True, "hidden": 640},
+        {"fp8": True, "hidden": 640, "scale_format": "ue8m0", "mode": "hook"},
+    )  # fmt: skip
+    run_ranks(check_cases, num_ranks, backend, cases + of_lanes + [replace(of_lanes[0], **each) for each in changes])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_extreme_routings(backend):
+@OF_THREE_OR_TWO_NODES
+def test_extreme_routings(backend, num_ranks):
     """Ranks without tokens, tokens without experts, heads of one to three lines, rows that a block of a GPU takes in several goes, room for
     many more tokens than come."""
+
+    def case_of(*num_tokens, **settings):
+        return Case(list(num_tokens[:num_ranks]), ranks_per_node=None if num_ranks == 3 else 2, **settings)
+
     routings = [
-        Case([24, 5, 24], num_topk=32, num_experts=48, masked=0.0, hidden=8),
-        Case([24, 24, 24], num_topk=1, num_experts=3, masked=0.0, hidden=8),
-        Case([6, 7, 8], masked=1.0),
-        Case([0, 0, 0]),
+        case_of(24, 5, 24, 1, num_topk=32, num_experts=48, masked=0.0, hidden=8),
+        case_of(24, 24, 24, 24, num_topk=1, num_experts=num_ranks, masked=0.0, hidden=8),
+        case_of(6, 7, 8, 9, masked=1.0),
+        case_of(0, 0, 0, 0),
+        case_of(0, 24, 0, 0),
     ]
     of_dispatch = [
-        Case([1, 0, 1], max_tokens=1, num_experts=300, num_topk=20, hidden=2048),
-        Case([3, 5, 0], hidden=16384),
-        Case([3, 5, 0], hidden=16384, dtype=torch.float32, fp8=True, scale_format="ue8m0", wire="fp8"),
-        Case([2, 0, 0], max_tokens=300, hidden=8),
-        Case([1, 290, 0], max_tokens=300, hidden=128, fp8=True),
+        *(case_of(1, 0, 1, 1, max_tokens=1, num_experts=experts, num_topk=20, hidden=2048) for experts in (300, 1020)),
+        case_of(3, 5, 0, 2, hidden=16384),
+        case_of(3, 5, 0, 2, hidden=16384, fp8=True),
+        case_of(3, 5, 0, 2, hidden=16384, wire="fp8"),
+        *(case_of(3, 5, 0, 2, hidden=16384, dtype=dtype, fp8=True, scale_format="ue8m0", wire="fp8") for dtype in DTYPES),
+        case_of(2, 0, 0, 0, max_tokens=300, hidden=8),
+        case_of(1, 290, 0, 0, max_tokens=300, hidden=128, fp8=True),
     ]
     of_combine = [
-        Case([9, 24, 3], num_topk=16, num_experts=48, hidden=8),
-        Case([3, 5, 0], hidden=16384),
-        Case([1, 0, 290], max_tokens=300, num_experts=300, num_topk=20, hidden=128),
+        case_of(9, 24, 3, 1, num_topk=16, num_experts=48, hidden=8),
+        case_of(3, 5, 0, 2, hidden=16384),
+        case_of(1, 0, 290, 0, max_tokens=300, num_experts=300, num_topk=20, hidden=128),
     ]
     cases = routings + of_dispatch + [replace(case, combine_weights=True) for case in routings + of_combine]
-    run_ranks(check_cases, 3, backend, cases)
+    run_ranks(in_environment, num_ranks, {NETWORK: "depth=2048"}, check_cases, backend, cases)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -253,6 +288,23 @@ def test_error_of_the_fp8_wire(rank, num_ranks, backend):
     assert ((wire - exact).abs() <= bound).all() and (wire != exact).any()
 
 
+@on_ranks((1, 2, 4, 8), backend=BACKENDS, sums=SUMS)
+def test_bits_of_other_buffers(rank, num_ranks, backend, sums):
+    """Training on all ranks with `Buffer`, and rollout on one or on all with `LowLatencyBuffer`, return the same bits."""
+    alone = [dist.new_group([r]) for r in range(num_ranks)][rank]
+    case = Case([24], num_topk=5)
+    x, idx, weights = (tensor.tensor_split(num_ranks)[rank].contiguous() for tensor in case.inputs(0))
+    x, idx, weights = on_device(backend, rank, x, idx, weights)
+    sizes = 24, case.hidden, case.num_experts, case.num_topk
+    buffer = Buffer(None, *sizes, backend=backend, sums=sums)
+    out = buffer.dispatch(x, idx, weights)
+    trained = buffer.combine(out.recv_x, out.handle, out.recv_topk_weights)
+    for group in (alone, None):
+        buffer = LowLatencyBuffer(group, *sizes, backend=backend, sums=sums)
+        received = buffer.dispatch(x, idx, weights)
+        assert_same("combined_x", buffer.combine(received.recv_x, received.handle), trained)
+
+
 # ---- ways to call ----
 
 
@@ -295,9 +347,7 @@ def test_two_calls_in_flight(rank, num_ranks, backend, per_node):
         two_in_flight(rank, backend, buffer, pair)
 
 
-@pytest.mark.parametrize(
-    ("backend", "num_ranks"), [("shm", 3), *(pytest.param(*size, marks=pytest.mark.gpu) for size in (("nvlink", 3), ("nvshmem", 4)))]
-)
+@OF_THREE_OR_TWO_NODES
 @on_ranks(())
 def test_many_calls(rank, num_ranks, backend):
     """Ranks that are late in turn, through all turns several times, in all modes. Those of nvshmem are of two nodes."""

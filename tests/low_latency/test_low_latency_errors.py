@@ -37,7 +37,7 @@ def refuse_each(rank, culprit, table, call, arguments, look, check):
 
 
 @on_ranks(2, sums=("ranks", "lanes"), backend=BACKENDS)
-def test_bad_arguments_of_dispatch(rank, backend, sums):
+def test_bad_arguments(rank, backend, sums):
     buffer, x, idx = make(backend, rank, sums=sums)
     weights = torch.ones(4, 2, device=x.device)
     table = [
@@ -66,13 +66,9 @@ def test_bad_arguments_of_dispatch(rank, backend, sums):
     table += [({name: freed(tensor)}, ValueError, f"{name} has shape .* its storage was freed or cut") for name, tensor in good.items()]
     refuse_each(rank, 0, table, buffer.dispatch, good, partial(look, buffer), partial(check_usable, buffer, x, idx))
 
-
-@on_ranks(2, sums=("ranks", "lanes"), backend=BACKENDS)
-def test_bad_arguments_of_combine(rank, backend, sums):
-    buffer, x, idx = make(backend, rank, sums=sums)
     other, *_ = make(backend, rank, sums=sums)
     out, foreign = buffer.dispatch(x, idx), other.dispatch(x, idx)
-    y, weights = out.recv_x, torch.ones(4, 2, device=x.device)
+    y = out.recv_x
     table = [
         (dict(x=y.double()), TypeError, "x has dtype float64"),
         (dict(x=y[:, :3]), ValueError, r"x has shape \[2, 3, 128\]; it must be \[2, 16, 128\]"),

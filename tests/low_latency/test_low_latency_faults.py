@@ -71,9 +71,17 @@ def test_different_calls(rank, backend):
         check_usable(buffer, x, idx)
     assert torch.isfinite(buffer.combine(y, handle)).all()
 
+    # A combine before the hook of its dispatch.
+    out = buffer.dispatch(x, idx, return_hook=True)
+    with pytest.raises(ValueError, match="handle is of a dispatch that was not received; call its hook"):
+        buffer.combine(out.recv_x, out.handle)
+    dist.barrier()  # both have refused, so neither has heard of the other's refusal
+    out.hook()
+    assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all()
+
 
 @on_ranks(2, backend=BACKENDS)
-def test_refusals_in_a_row(rank, backend):
+def test_refusals_in_a_row_and_use_after_destroy(rank, backend):
     """A rank that refuses call after call does not get ahead of ranks in the first call, and they learn the reason of each."""
     buffer, x, idx = make(backend, rank)
     out, weights = buffer.dispatch(x, idx), torch.ones(4, 2, device=x.device)
@@ -88,6 +96,15 @@ def test_refusals_in_a_row(rank, backend):
                 call(**{name: f"{bad}{number}" if rank == 0 else good})
                 look(buffer)
         check_usable(buffer, x, idx)
+
+    out, hook = buffer.dispatch(x, idx), buffer.dispatch(x, idx, return_hook=True).hook
+    look(buffer)
+    dist.barrier()
+    buffer.destroy()
+    buffer.destroy()
+    for call in (lambda: buffer.dispatch(x, idx), lambda: buffer.combine(out.recv_x, out.handle), lambda: buffer.masked_ranks, hook):
+        with pytest.raises(BufferDestroyedError, match="this LowLatencyBuffer was destroyed; create another"):
+            call()
 
 
 # ---- calls that fail before they have a number ----
@@ -168,17 +185,6 @@ def test_refusal_of_a_peer_that_left(rank, backend):
     dist.barrier()
 
 
-@on_ranks(2, backend=BACKENDS)
-def test_combine_before_the_hook(rank, backend):
-    buffer, x, idx = make(backend, rank)
-    out = buffer.dispatch(x, idx, return_hook=True)
-    with pytest.raises(ValueError, match="handle is of a dispatch that was not received; call its hook"):
-        buffer.combine(out.recv_x, out.handle)
-    dist.barrier()  # both have refused, so neither has heard of the other's refusal
-    out.hook()
-    assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all()
-
-
 @on_ranks(2)
 def test_failure_on_the_thread(rank):
     """An asynchronous failure that nobody waited for is raised by the next call, once."""
@@ -206,7 +212,7 @@ class Stop(ValueError):
 
 
 @on_ranks(2)
-def test_interrupt_while_rows_are_moved(rank):
+def test_interrupts_while_rows_are_moved(rank):
     """Peers learn of an error of a signal's handler, of any class, in the same call if rank 1 was writing, else in the next call."""
     buffer, x, idx = make("shm", rank)
     halves = [("dispatch", "write"), ("dispatch", "read"), ("combine", "write"), ("combine", "write_weighted"), ("combine", "read")]
@@ -234,11 +240,7 @@ def test_interrupt_while_rows_are_moved(rank):
                 call()
         check_usable(buffer, x, idx)
 
-
-@on_ranks(2)
-def test_calls_from_a_handler(rank):
-    """A signal's handler may run while Python writes rows. It may not use the buffer, and the call that it interrupts goes on."""
-    buffer, x, idx = make("shm", rank)
+    # A signal's handler may run while Python writes rows. It may not use the buffer, and the call that it interrupts goes on.
     calls = (
         partial(buffer.dispatch, x, idx), partial(buffer.dispatch, x, idx, return_hook=True), partial(buffer.dispatch, x, idx + 9),
         partial(buffer.refuse, ValueError("of a handler")), partial(buffer.mask_rank, 1 - rank), buffer.rejoin,
@@ -301,22 +303,6 @@ def test_destroyed_with_an_error_kept(rank, where):
                 buffer.dispatch(x, idx)
     dist.barrier()
     assert kept.value is not None
-
-
-# ---- after the end ----
-
-
-@on_ranks(2, backend=BACKENDS)
-def test_use_after_destroy(rank, backend):
-    buffer, x, idx = make(backend, rank)
-    out, hook = buffer.dispatch(x, idx), buffer.dispatch(x, idx, return_hook=True).hook
-    look(buffer)
-    dist.barrier()
-    buffer.destroy()
-    buffer.destroy()
-    for call in (lambda: buffer.dispatch(x, idx), lambda: buffer.combine(out.recv_x, out.handle), lambda: buffer.masked_ranks, hook):
-        with pytest.raises(BufferDestroyedError, match="this LowLatencyBuffer was destroyed; create another"):
-            call()
 
 
 @on_ranks(2, return_hook=(False, True))

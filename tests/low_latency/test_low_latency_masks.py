@@ -65,6 +65,19 @@ def test_masked_by_hand(rank, backend):
         check_all(buffer, rank, backend)
 
 
+@on_ranks(4, backend=BACKENDS)
+def test_masked_in_sums_by_lanes(rank, backend):
+    case = Case([9, 24, 0, 17], num_topk=5, sums="lanes")
+    buffer = make_buffer(case, backend, rank)
+    run_case(buffer, case, rank, backend)
+    if rank != 1:
+        buffer.mask_rank(1)
+    dist.barrier()
+    if rank != 1:
+        run_case(buffer, replace(case, without=1), rank, backend)
+    dist.barrier()
+
+
 @on_ranks(3, backend=BACKENDS)
 def test_rank_that_stalls(rank, backend):
     lines = heard()
