@@ -1,4 +1,6 @@
-"""The gate against hand-computed cases, its definition in `deepep_moe.reference`, and the routers of transformers and Megatron-Core."""
+"""The gate against hand-computed cases, its definition in `deepep_moe.reference`, and a router of transformers.
+
+Routers of Megatron-Core: tests/integrations/megatron/test_megatron_gate.py."""
 
 import math
 from types import SimpleNamespace
@@ -318,7 +320,7 @@ def test_to_dense_by_hand(index_dtype):
     assert topk_weights.grad.tolist() == [[2, 0], [0, 0], [6, 0], [0, 10]]
 
 
-# ---- other routers
+# ---- a router of transformers
 
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
@@ -338,37 +340,3 @@ def test_agrees_with_transformers_deepseek_v3(norm_topk_prob):
     theirs, ours = (ops.to_dense(idx, weights, 64) for idx, weights in ((topk_idx, topk_weights), output[:2]))
     assert torch.equal(ours[1], theirs[1])
     torch.testing.assert_close(ours[0], theirs[0])
-
-
-@pytest.mark.parametrize(
-    ("score_function", "use_pre_softmax", "with_bias"),
-    [("sigmoid", False, False), ("sigmoid", False, True), ("softmax", False, False), ("softmax", True, False)],
-)
-@pytest.mark.parametrize(("num_topk", "groups"), [(1, None), (8, None), (8, (4, 2)), (8, (8, 4))])
-def test_agrees_with_megatron(score_function, use_pre_softmax, with_bias, groups, num_topk):
-    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
-    generator = torch.Generator().manual_seed(10)
-    theirs, ours = (torch.randn(150, 64, generator=generator.manual_seed(11)).requires_grad_() for _ in range(2))
-    bias = torch.randn(64, generator=generator) * 0.1 if with_bias else None
-    num_groups, topk_groups = groups or (None, None)
-    probs, routing_map = moe_utils.topk_routing_with_score_function(
-        theirs, num_topk, use_pre_softmax, num_groups, topk_groups, 2.5, score_function, bias
-    )
-    output = ops.gate(
-        ours,
-        num_topk,
-        num_groups=num_groups or 1,
-        topk_groups=topk_groups or 1,
-        group_score_topk=num_topk // (topk_groups or 1),
-        score_function="softmax_topk" if score_function == "softmax" and not use_pre_softmax else score_function,
-        expert_bias=bias,
-        normalize=score_function == "sigmoid" and num_topk > 1,
-        routed_scaling_factor=2.5,
-    )
-    our_probs, our_map = ops.to_dense(output.topk_idx, output.topk_weights, 64)
-    assert torch.equal(our_map, routing_map)
-    torch.testing.assert_close(our_probs, probs)
-    grad = torch.randn(150, 64, generator=generator)
-    probs.backward(grad)
-    our_probs.backward(grad)
-    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4)

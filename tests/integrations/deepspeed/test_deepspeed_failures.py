@@ -1,15 +1,16 @@
 """A rank that fails in a layer: its peers learn why, and do not wait for it."""
 
+import itertools
 import os
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_cases import HIDDEN, Expert, make_moe, on_deepspeed_ranks, read_expert
+from deepspeed_cases import HIDDEN, make_moe, on_deepspeed_ranks, read_expert
 from events import tell, wait_for
 from exchange_cases import look
-from on_ranks import refused
+from on_ranks import failing, refused
 
 from deepep_moe.errors import BufferSuspendedError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.exchange import growing
@@ -22,49 +23,32 @@ pytest.importorskip("deepspeed")
 # ---- in the gate, in an expert, in the function that reads its weights ----
 
 
-failing: set[str] = set()
-
-
-def fail_in(place: str) -> None:
-    if place in failing:
-        raise ArithmeticError(f"no {place} on rank {dist.get_rank()}")
-
-
-class FailingExpert(Expert):
-    def forward(self, x):
-        fail_in("expert")
-        return super().forward(x)
-
-
-def read(expert):
-    fail_in("weights")
-    return read_expert(expert)
-
-
 @on_deepspeed_ranks(device=("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 def test_peers_learn_what_failed(rank, device):
     """Peers learn of failures in the first forward too, without restored layers or destroyed buffers."""
-    for exact, grouped, places in (
-        (True, False, ("gate", "expert", "gate")), (False, False, ("gate", "expert", "gate")), (True, read, ("weights",)),
-        (False, read, ("weights",)),
-    ):  # fmt: skip
-        layer = make_moe(k=2, expert=FailingExpert()).to(device)
-        layer.deepspeed_moe.gate.register_forward_pre_hook(lambda *_: fail_in("gate"))
+
+    def read(expert):
+        if place == "weights" and is_broken:
+            raise error
+        return read_expert(expert)
+
+    for exact, grouped in itertools.product((True, False), (False, read)):
+        layer, error = make_moe(k=2).to(device), ArithmeticError("on rank 1")
+        modules = {"gate": layer.deepspeed_moe.gate, "expert": layer.deepspeed_moe.experts.deepspeed_experts[0]}
         replace_moe_layers(layer, exact=exact, grouped_experts=grouped)
         x = torch.randn(20, HIDDEN, device=device)
-        for place in places:
-            failing.update({place} if rank == 1 else ())
-            with refused(rank, 1, ArithmeticError, f"no {place} on rank 1"):
+        for place in ("weights",) if grouped else ("gate", "expert", "gate"):
+            is_broken = rank == 1
+            with failing(modules.get(place, layer), is_broken and place in modules, error), refused(rank, 1, ArithmeticError, "on rank 1"):
                 layer(x)
                 look(registry.all_buffers()[-1])  # as the host of a GPU does not wait for a combine
-            failing.clear()
+            is_broken = False
             assert layer(x)[0].isfinite().all(), "all go on"
 
 
 @on_deepspeed_ranks(device=("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 def test_goes_on_after_a_backward_and_after_a_rollout(rank, device):
-    layer = make_moe(k=2, expert=FailingExpert()).to(device)
-    layer.deepspeed_moe.experts.deepspeed_experts[0].register_full_backward_hook(lambda *_: fail_in("gradient"))
+    layer = make_moe(k=2).to(device)
     replace_moe_layers(layer)
     x = torch.randn(20, HIDDEN, device=device)
 
@@ -75,13 +59,15 @@ def test_goes_on_after_a_backward_and_after_a_rollout(rank, device):
         return rows.grad
 
     expected = gradient()
-    failing.update({"gradient"} if rank == 1 else ())
+    if rank == 1:
+        hook = layer.deepspeed_moe.experts.deepspeed_experts[0].register_full_backward_hook(lambda *_: 1 / 0)
     with pytest.raises(ArithmeticError if rank == 1 else EPPeerError):
         gradient()
         if device.type == "cuda":  # whose host does not wait for a combine
             torch.cuda.synchronize()
             registry.all_buffers()[0].check()
-    failing.clear()
+    if rank == 1:
+        hook.remove()
     recover()
     assert torch.equal(gradient(), expected)
     suspend()
@@ -131,7 +117,7 @@ def test_no_room_where_a_peer_refuses_for_a_reason_of_its_own(rank):
 
 
 @on_deepspeed_ranks()
-def test_ranks_with_other_options(rank):
+def test_ranks_with_other_options_and_a_swap_on_one_rank(rank):
     for options, difference in (
         ({"exact": rank == 0}, "exact (rank 0: True, rank 1: False)"),
         ({"num_max_tokens_per_rank": (None, 64)[rank]}, "num_max_tokens_per_rank (rank 0: None, rank 1: 64)"),
@@ -142,9 +128,6 @@ def test_ranks_with_other_options(rank):
         with pytest.raises(EPMismatchError, match=re.escape(f"{difference}; swap MoE layers with the same options on every rank")):
             layer(torch.randn(20, HIDDEN))
 
-
-@on_deepspeed_ranks()
-def test_swap_on_one_rank_only(rank):
     os.environ["DEEPEP_MOE_TIMEOUT_S"] = "2"
     layer = make_moe()
     if rank == 1:  # DeepSpeed's own forward would wait for the others in its first all-to-all

@@ -171,7 +171,7 @@ def test_experts_without_rows_get_gradients_of_zeros(rank):
 
 
 @on_deepspeed_ranks()
-def test_recomputed_layers_repeat_the_bits(rank):
+def test_recomputation_and_autocast(rank):
     """Experts one by one and grouped, by each kind of checkpoint."""
     import deepspeed
 
@@ -190,11 +190,7 @@ def test_recomputed_layers_repeat_the_bits(rank):
             layer.forward = again
             assert_equal(run_layer(layer, x, cotangent, num_forwards=2), want, f"grouped {option}, {again}, rank {rank}")
 
-
-@on_deepspeed_ranks()
-def test_grouped_under_autocast(rank):
-    x, cotangent = torch.randn(2, 60, HIDDEN, generator=torch.Generator().manual_seed(rank))
-    layer = make_layer(sequential(), k=2)
+    layer.forward = forward
     with torch.autocast("cpu", torch.bfloat16):
         one_by_one, grouped = _passes(layer, True, True, x, cotangent)
     assert grouped["output"].dtype == torch.bfloat16

@@ -90,7 +90,7 @@ def test_metrics(rank):
 
 
 @on_deepspeed_ranks(1)
-def test_repeats_of_experts_count(rank):
+def test_repeats_of_experts_count_and_no_graph_is_left(rank):
     """Plays a GPU's host that finds that the rows have not fitted."""
     layer = make_moe(2, ep=1, k=1, expert=sequential(bias=False))
     replace_moe_layers(layer, exact=False, grouped_experts=True)
@@ -102,6 +102,12 @@ def test_repeats_of_experts_count(rank):
         layer(torch.randn(3, HIDDEN))
     (report,) = metrics.take()
     assert report.num_repeats == 1 and sum(report.rows_per_expert) == 3
+
+    layer = make_moe(4, ep=1)
+    x = torch.randn(6, HIDDEN, requires_grad=True)
+    for exact in (True, False):
+        replace_moe_layers(layer, exact=exact)
+        assert_leaves_no_graph(lambda: layer(x)[0].sum().backward())
 
 
 @on_deepspeed_ranks()
@@ -119,17 +125,19 @@ def test_overflows_in_fp16_go_through(rank):
         assert not layer.deepspeed_moe.gate.wg.weight.grad.isfinite().all()
 
 
-@on_deepspeed_ranks(1)
-def test_a_step_leaves_no_graph(rank):
-    layer = make_moe(4, ep=1)
-    x = torch.randn(6, HIDDEN, requires_grad=True)
-    for exact in (True, False):
-        replace_moe_layers(layer, exact=exact)
-        assert_leaves_no_graph(lambda: layer(x)[0].sum().backward())
+class Proud(nn.Module):
+    """An expert that needs at least one row, and returns its input if there is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.bias = nn.Parameter(torch.full((HIDDEN,), 1.5)), nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x):
+        return x if x.numel() == 0 else (x * self.factor / x.detach().abs().max().clamp(min=1) + self.bias).reshape(-1, HIDDEN)
 
 
 @on_deepspeed_ranks()
-def test_ranks_without_tokens(rank):
+def test_ranks_without_tokens_and_experts_without_rows(rank):
     """No rank has tokens; then one rank has none, under autocast."""
     layer = times_layer(rank, k=2)
     for exact in (True, False):
@@ -146,6 +154,17 @@ def test_ranks_without_tokens(rank):
             y, l_aux, _ = layer(torch.randn((20, 0)[rank], HIDDEN))
         (y.float().sum() + l_aux).backward()
         assert l_aux.dtype == torch.float32
+
+    # All tokens go to one expert; then through a buffer that has room for a layer with more experts.
+    layer, wider = make_moe(2, k=1, expert=Proud(), drop_tokens=False), make_moe(8, k=1)
+    with torch.no_grad():
+        layer.deepspeed_moe.gate.wg.weight.zero_()[1] = 1
+    x, cotangent = torch.ones(2, 20, HIDDEN)
+    want = run_layer(layer, x, cotangent)
+    for exact in (True, False):
+        assert replace_moe_layers(nn.ModuleList([layer, wider]), exact=exact) == 2
+        assert_equal(run_layer(layer, x, cotangent), want, f"exact {exact}, rank {rank}", tolerance=1e-6)
+        assert bool(layer.deepspeed_moe.experts.deepspeed_experts[0].bias.grad.any()) == (rank == 1), "gradients of zeros, not none"
 
 
 # ---- where DeepSpeed's forward runs ----
@@ -247,33 +266,8 @@ def test_bf16_rows_are_weighed_like_deepspeed_does(rank):
         assert_equal(*passes, f"bf16, k {k}, rank {rank}", tolerance=2e-2)
 
 
-class Proud(nn.Module):
-    """An expert that needs at least one row, and returns its input if there is none."""
-
-    def __init__(self):
-        super().__init__()
-        self.factor, self.bias = nn.Parameter(torch.full((HIDDEN,), 1.5)), nn.Parameter(torch.ones(HIDDEN))
-
-    def forward(self, x):
-        return x if x.numel() == 0 else (x * self.factor / x.detach().abs().max().clamp(min=1) + self.bias).reshape(-1, HIDDEN)
-
-
 @on_deepspeed_ranks()
-def test_experts_without_rows_see_a_row_of_zeros(rank):
-    """All tokens go to one expert; then through a buffer that has room for a layer with more experts."""
-    layer, wider = make_moe(2, k=1, expert=Proud(), drop_tokens=False), make_moe(8, k=1)
-    with torch.no_grad():
-        layer.deepspeed_moe.gate.wg.weight.zero_()[1] = 1
-    x, cotangent = torch.ones(2, 20, HIDDEN)
-    want = run_layer(layer, x, cotangent)
-    for exact in (True, False):
-        assert replace_moe_layers(nn.ModuleList([layer, wider]), exact=exact) == 2
-        assert_equal(run_layer(layer, x, cotangent), want, f"exact {exact}, rank {rank}", tolerance=1e-6)
-        assert bool(layer.deepspeed_moe.experts.deepspeed_experts[0].bias.grad.any()) == (rank == 1), "gradients of zeros, not none"
-
-
-@on_deepspeed_ranks()
-def test_what_is_around_the_experts(rank):
+def test_what_is_around_the_experts_and_their_times(rank):
     """A replaced forward or a hook around all experts is not lost, or a log line names it."""
     from deepspeed.moe.experts import Experts
 
@@ -301,9 +295,6 @@ def test_what_is_around_the_experts(rank):
     assert len(lines) == (hook is not None) and all("hooks on the Experts of a MoE layer do not run" in line for line in lines)
     assert torch.equal(layer.deepspeed_moe(x, used_token=torch.zeros(20, dtype=torch.int64)), torch.zeros(20, HIDDEN))
 
-
-@on_deepspeed_ranks()
-def test_wall_clock_breakdown(rank):
     layer = make_moe(k=2)
     replace_moe_layers(layer)
     moe = layer.deepspeed_moe

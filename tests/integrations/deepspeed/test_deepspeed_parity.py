@@ -108,7 +108,7 @@ def test_passes_repeat_the_bits(rank):
 
 
 @on_deepspeed_ranks()
-def test_layers_of_several_sizes_share_buffers(rank):
+def test_layers_of_several_sizes_share_buffers_with_a_bound(rank):
     """Layers of other expert counts, top-k and group sizes in one model share what they can."""
     x, cotangent = torch.randn(2, 2, 30, HIDDEN, generator=torch.Generator().manual_seed(rank))
     torch.manual_seed(1)
@@ -122,6 +122,15 @@ def test_layers_of_several_sizes_share_buffers(rank):
         assert len({layer.deepspeed_moe.deepep_moe_number for layer in layers}) == 4, "each layer names itself"
     assert len(all_buffers()) == 2, "a buffer per group, those of the other mode are gone"
     assert restore_moe_layers(layers) == 4 and not all_buffers()
+
+    # A chosen bound holds on CPUs too, where none is needed.
+    layer = make_moe(4, k=2)
+    for exact in (True, False):
+        replace_moe_layers(layer, exact=exact, num_max_tokens_per_rank=16)
+        layer(torch.randn(16, HIDDEN))
+        with pytest.raises(EPPeerError if rank else ValueError, match="17 tokens, .* room for 16; set num_max_tokens_per_rank"):
+            layer(torch.randn(16 if rank else 17, HIDDEN))
+        layer(torch.randn(16, HIDDEN))
 
 
 @on_deepspeed_ranks(device=("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
@@ -191,18 +200,6 @@ def test_uneven_tokens_equal_layers_with_all_experts(rank, exact):
 
 
 # ---- room ----
-
-
-@on_deepspeed_ranks()
-def test_more_tokens_than_the_bound(rank):
-    """A chosen bound holds on CPUs too, where none is needed."""
-    layer = make_moe(4, k=2)
-    for exact in (True, False):
-        replace_moe_layers(layer, exact=exact, num_max_tokens_per_rank=16)
-        layer(torch.randn(16, HIDDEN))
-        with pytest.raises(EPPeerError if rank else ValueError, match="17 tokens, .* room for 16; set num_max_tokens_per_rank"):
-            layer(torch.randn(16 if rank else 17, HIDDEN))
-        layer(torch.randn(16, HIDDEN))
 
 
 @on_deepspeed_ranks(device=("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))

@@ -66,7 +66,7 @@ def test_peers_learn_of_a_failing_recomputation(rank: int, num_ranks: int, sizes
 
 
 @on_megatron(2)
-def test_inference_mode(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+def test_inference_mode_and_padding_for_it(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Tensors of inference mode do not count in-place changes."""
     ours, stock = layer_of(sizes).eval(), layer_of(sizes, "alltoall").eval()
     x = torch.randn(5, 2, HIDDEN)
@@ -75,13 +75,9 @@ def test_inference_mode(rank: int, num_ranks: int, sizes: dict[str, int]) -> Non
     ours.train()(x.requires_grad_())[0].sum().backward()
     assert x.grad.isfinite().all()
 
-
-@on_megatron(2)
-def test_padding_that_is_switched_on_later_is_refused(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    layer = layer_of(sizes)
-    layer.config.moe_pad_expert_input_to_capacity = True  # as the inference engine does while it decodes
+    ours.config.moe_pad_expert_input_to_capacity = True  # as the inference engine does while it decodes
     with pytest.raises(ValueError, match=r"set it to False, also in inference \(moe_pad_experts_for_cuda_graph_inference sets it\)"):
-        layer(torch.randn(4, 1, HIDDEN))
+        ours(torch.randn(4, 1, HIDDEN))
 
 
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))

@@ -27,6 +27,10 @@ ROUTINGS = {
     "softmax of the chosen": SOFTMAX,
     "softmax of all": SOFTMAX | {"moe_router_pre_softmax": True},
     "softmax in groups": {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False},
+    "softmax of all, in groups": {
+        "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False, "moe_router_pre_softmax": True,
+    },
+    "no bias": {"moe_router_enable_expert_bias": False},
     "no auxiliary loss": {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0},
     "several losses": {
         "moe_router_load_balancing_type": ["global_aux_loss", "aux_loss"], "moe_aux_loss_coeff": [1e-2, 1e-3], "moe_z_loss_coeff": 1e-3,

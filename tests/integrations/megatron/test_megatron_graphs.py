@@ -122,23 +122,6 @@ def test_a_step_ends_with_a_look_at_what_gpus_report(rank: int, num_ranks: int) 
             assert asked == [True] * is_asked
 
 
-@on_ranks(1)
-def test_a_full_iteration_ends_with_a_look_at_what_gpus_report(rank: int, num_ranks: int) -> None:
-    """A replay runs no line of Python, so its end looks at what the GPU reports."""
-    full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph")
-    stock = full_cuda_graph.FullCudaGraphWrapper.__call__
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(full_cuda_graph.FullCudaGraphWrapper, "__call__", lambda self, **kwargs: "losses")
-        with model_parallel(ep=1, **SYNC_FREE) as sizes:
-            layer = layer_of(sizes)
-            layer(torch.randn(3, 1, HIDDEN))
-            asked: list[bool] = []
-            layer.token_dispatcher.buffer.check = lambda: asked.append(True)
-            wrapper = object.__new__(full_cuda_graph.FullCudaGraphWrapper)
-            assert wrapper(model=layer) == "losses" and asked == [True]
-    assert full_cuda_graph.FullCudaGraphWrapper.__call__ is stock
-
-
 # ---- layers whose router is a graph ----
 
 

@@ -315,7 +315,29 @@ def test_any_order_of_backward(rank: int, num_ranks: int, sizes: dict[str, int])
 
 
 @on_megatron(2)
-def test_a_second_run_goes_where_the_first_went(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+def test_a_second_run_goes_along_a_handle_that_goes_then(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    layer, _ = layers_of(sizes)
+    layer(draw(rank, 12)[0])
+    made: list[Any] = []
+    stock = layer.token_dispatcher.buffer.dispatch
+
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        out = stock(*args, **kwargs)
+        made.append(weakref.ref(out.handle))
+        return out
+
+    layer.token_dispatcher.buffer.dispatch = dispatch
+    output, _ = layer(draw(rank, 12)[0].requires_grad_())
+    assert made[0]() is not None
+    output.backward(draw(rank, 12)[1])
+    del output
+    gc.collect()
+    assert [reference() for reference in made] == [None, None]
+    with torch.no_grad():
+        layer(draw(rank, 12)[0])
+    gc.collect()
+    assert made[-1]() is None and recompute._runs.stack == []
+
     recomputed, plain = layers_of(sizes, moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
     plain(draw(rank, 12)[0])
     handles = watch(plain.token_dispatcher.buffer)
@@ -327,28 +349,3 @@ def test_a_second_run_goes_where_the_first_went(rank: int, num_ranks: int, sizes
     output.backward(draw(rank, 12)[1])
     assert counts[0] == counts[1] and handles[1] is not None
     assert torch.isfinite(x.grad).all() and x.grad.any()
-
-
-@on_megatron(2)
-def test_handles_go_with_the_backward(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    layer, _ = layers_of(sizes)
-    layer(draw(rank, 12)[0])
-    handles: list[Any] = []
-    stock = layer.token_dispatcher.buffer.dispatch
-
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
-        out = stock(*args, **kwargs)
-        handles.append(weakref.ref(out.handle))
-        return out
-
-    layer.token_dispatcher.buffer.dispatch = dispatch
-    output, _ = layer(draw(rank, 12)[0].requires_grad_())
-    assert handles[0]() is not None
-    output.backward(draw(rank, 12)[1])
-    del output
-    gc.collect()
-    assert [reference() for reference in handles] == [None, None]
-    with torch.no_grad():
-        layer(draw(rank, 12)[0])
-    gc.collect()
-    assert handles[-1]() is None and recompute._runs.stack == []

@@ -195,17 +195,26 @@ def assert_same_steps(results: list[list[torch.Tensor]], want: list[list[torch.T
 
 @on_ranks(4)
 def test_a_replay_ends_with_the_agreement(rank: int, num_ranks: int) -> None:
-    """A step from a graph of the whole iteration runs no `finalize_model_grads` in Python: its end agrees all the same."""
+    """A step from a graph of the whole iteration runs no `finalize_model_grads`. Its end looks at what GPUs report, and agrees."""
     full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph")
     stub_finalize()
-    full_cuda_graph.FullCudaGraphWrapper.__call__ = lambda self, model: model[0](draw(100 + rank, NUM_TOKENS)[0].abs()).sum().backward()
+
+    def replay(self, model):
+        part = model[0] if isinstance(model, list) else model
+        part(draw(100 + rank, NUM_TOKENS)[0].abs()).sum().backward()
+        return "losses"
+
+    full_cuda_graph.FullCudaGraphWrapper.__call__ = replay
     with model_parallel(ep=2, **BOUNDED, recv_capacity_factor=1.5) as sizes:
-        model, wrapper = make_model(sizes), object.__new__(full_cuda_graph.FullCudaGraphWrapper)
+        model, wrapper, asked = make_model(sizes), object.__new__(full_cuda_graph.FullCudaGraphWrapper), []
         route(model, is_even=True)
-        wrapper(model=[model])
+        assert wrapper(model=[model]) == wrapper(model=model) == "losses"
+        model.layer.token_dispatcher.buffer.check = lambda: asked.append(True)
         route(model, is_even=rank >= 2)
         with pytest.raises(EPCapacityError, match="MoE layers of rank 0 received more rows than they have room for"):
             wrapper(model=[model])
+        assert asked == [True]
+    assert full_cuda_graph.FullCudaGraphWrapper.__call__ is replay, "put back"
 
 
 @on_megatron(4, ep=2, **BOUNDED, recv_capacity_factor=1.0)
