@@ -88,15 +88,6 @@ def test_router_errors(options, error, message):
 # ---- the update of the bias ----
 
 
-def test_update_expert_bias_without_kernels(monkeypatch):
-    """As on a GPU whose build had no nvcc."""
-    monkeypatch.setattr(device, "GPU", "cpu")
-    monkeypatch.delattr(_C, "gpu_update_expert_bias", raising=False)
-    bias, counts = torch.zeros(4), torch.tensor([1, 3, 2, 2], dtype=torch.int32)
-    ops.update_expert_bias(bias, counts, 0.25)
-    assert bias.tolist() == [0.25, -0.25, 0.0, 0.0]
-
-
 @pytest.mark.parametrize("has_kernels", (True, False))
 def test_update_expert_bias_by_hand(has_kernels, monkeypatch):
     """Run on the CPU, and as on a GPU whose build had no nvcc."""

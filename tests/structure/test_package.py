@@ -1,11 +1,14 @@
-"""The parts that a newcomer uses first: build, README, settings, launcher, benchmarks."""
+"""The parts that a newcomer uses first: build, README, command, settings, launcher, benchmarks."""
 
 import copy
+import importlib
 import json
 import os
 import pickle
 import re
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +18,7 @@ from bench_cases import RECORD_FIELDS
 
 import deepep_moe
 from deepep_moe import build, config, errors, torch_module
+from deepep_moe.command import COMMANDS, main
 from deepep_moe.testing import RankFailedError, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -200,3 +204,57 @@ def test_errors_reach_other_processes(error):
 def test_committed_results_are_records(file):
     for record in json.loads(file.read_text()):
         assert set(record) >= RECORD_FIELDS
+
+
+# ---- the files for those who cite, report or release: they name what is there ----
+
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def test_citation_has_the_version():
+    assert re.search(rf"^version: \"?{VERSION}\"?$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert f"## {VERSION}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("page", ("RELEASING.md", "CONTRIBUTING.md", "SECURITY.md"))
+def test_files_that_a_page_names(page):
+    for name in re.findall(r"`((?:\.ci|docs|benchmarks|tests|deepep_moe)/[\w./-]+)`", (ROOT / page).read_text()):
+        assert (ROOT / name).exists(), name
+
+
+# ---- the command `deepep-moe`: what it shows, and what it refuses in one line ----
+
+
+def test_command_and_module_are_one():
+    (name, entry) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"].popitem()
+    module, function = entry.split(":")
+    assert name == "deepep-moe" and getattr(importlib.import_module(module), function) is main
+    done = subprocess.run([sys.executable, "-m", "deepep_moe", "--version"], capture_output=True, text=True)
+    assert done.stdout == f"deepep_moe {deepep_moe.__version__}\n"
+
+
+def test_help_without_a_subcommand(capsys):
+    assert main([]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("usage: deepep-moe ") and all(f"  {name} " in output for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("tset", "deepep-moe: argument COMMAND: invalid choice: 'tset' (choose from "),
+        ("doctor --tset", "deepep-moe doctor: unrecognized arguments: --tset"),
+        ("topology ncl", "deepep-moe topology: argument nccl: invalid choice: 'ncl' (choose from "),
+        ("tune --time-limit nan", "deepep-moe tune: --time-limit nan must be above 0 and below 1e9"),
+        ("tune --hidden 24", "deepep-moe tune: --hidden 24 must be a multiple of 16, "),
+        ("tune --num-topk 9 --num-experts 8", "deepep-moe tune: --num-topk 9 must be at most 32 and at most --num-experts 8"),
+        ("launch x.py", "deepep-moe launch: no such script: 'x.py' (current folder: "),
+        ("launch --nproc-per-node 0 -m x", "deepep-moe launch: --nnodes 1:1 and --nproc-per-node 0 must be at least 1"),
+        ("build _triton", "deepep-moe build: no module _triton; choose from _torch, _nvshmem"),
+    ],
+)
+def test_wrong_values_are_named_in_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments.split())
+    output = capsys.readouterr()
+    assert end.value.code == 2 and not output.out and output.err.startswith(message) and output.err.count("\n") == 1, output
