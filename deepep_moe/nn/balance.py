@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from deepep_moe.nn.grouped_experts import GroupedExperts
 
 _Result = TypeVar("_Result")
-CALLS_OF_PLAN = 2
-"""Calls of the slots that `Copies.plan` makes."""
+CALLS_OF_FORWARD = 3
+"""Calls of the slots that a forward makes, and its backward begins with. A rank that fails in a forward tells of all: its peers may have
+gone on to the backward before they see that their combine has failed."""
 _WORDS = 4  # of the rows that `ExpertSlots` moves: multiples of 16 bytes
 
 
@@ -157,15 +158,20 @@ class Copies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # of fetches
         self._fetching: bool | None = None  # whether the fetch that nobody waits for yet is part of a CUDA graph
 
-    def telling(self, buffer: Buffer, function: Callable[..., _Result], *args: object) -> _Result:
-        """`notify_peers_on_failure` for a function that calls `plan`. Peers that wait in its calls of the slots are told first."""
-        num_calls, of_buffer = self.slots.num_calls, buffer.num_calls
-        try:
-            return function(*args)
-        except BaseException as error:
-            self.tell(error, num_calls + CALLS_OF_PLAN)
-            notify_peers(buffer, error, of_buffer)
-            raise
+    def telling(self, buffer: Buffer) -> Callable[..., Any]:
+        """Return `notify_peers_on_failure` for the parts of a forward that begins now. Peers in calls of the slots are told first."""
+        last_call = self.slots.num_calls + CALLS_OF_FORWARD
+
+        def tell(function: Callable[..., _Result], *args: object) -> _Result:
+            of_buffer = buffer.num_calls
+            try:
+                return function(*args)
+            except BaseException as error:
+                self.tell(error, last_call)
+                notify_peers(buffer, error, of_buffer)
+                raise
+
+        return tell
 
     def tell(self, error: BaseException, num_calls: int) -> None:
         """Tell the peers that this rank does not make its calls of the slots, up to this number, because of `error`."""

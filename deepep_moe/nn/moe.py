@@ -1,6 +1,6 @@
 """A mixture-of-experts layer on `Buffer` and `Router`, and the experts most models use."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -208,18 +208,18 @@ class MoELayer(RankExperts):
             EPPeerError: a peer has raised one of these, or what `Buffer.dispatch`, router and experts raise.
         """
         check_is_first_microbatch(is_first_microbatch)
-        telling = tell = partial(notify_peers_on_failure, self.buffer)
+        tell: Callable[..., Any] = partial(notify_peers_on_failure, self.buffer)
         copies = None
         if self._balance is not None:
             copies = tell(self._copies, self._balance)
-            telling = partial(copies.telling, self.buffer)
-        rows, out, planned = telling(self._dispatch, x, mask, copies)
+            tell = copies.telling(self.buffer)
+        rows, out, planned = tell(self._dispatch, x, mask, copies)
         y, shared = tell(self._run_both, rows, out, is_first_microbatch, planned)
         settled = self.buffer.settle(out)  # if it raises, the dispatch has failed, which the peers know
         if settled is not out:
             y = tell(self._run_experts, settled, is_first_microbatch, planned)
-        y = tell(self._combine, y, shared, settled, planned)
-        return (y if planned is None else planned.fetch_in_backward(y)).view(x.shape)
+        combined: Tensor = tell(self._combine, y, shared, settled, planned)
+        return (combined if planned is None else planned.fetch_in_backward(combined)).view(x.shape)
 
     def _copies(self, balance: Balance) -> Copies:
         """Return the copies of the experts. Collective at first, when ranks compare what their plans follow from."""

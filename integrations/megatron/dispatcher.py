@@ -32,7 +32,7 @@ from deepep_moe.integrations.megatron.recompute import Dispatched, record, recor
 from deepep_moe.integrations.megatron.recv_capacity import FACTOR_FIELD, HOW_TO_GO_ON, RecvCapacity, is_judged_at_end
 from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp
 from deepep_moe.integrations.megatron.shared_experts import SharedExperts, check_shared_overlap
-from deepep_moe.nn.balance import CALLS_OF_PLAN, Copies, Planned, has_hooks
+from deepep_moe.nn.balance import CALLS_OF_FORWARD, Copies, Planned, has_hooks
 from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.ops.fp8_products import check_products
 from deepep_moe.ops.lanes import LanesOfMap, weights_at
@@ -211,7 +211,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         buffer = self._buffer_for(hidden_states)
         self._forward = _Forward(buffer, buffer.num_calls)
         copies = self._copies()
-        last_call = 0 if copies is None else copies.slots.num_calls + (CALLS_OF_PLAN if recorded() is None else 1)
+        last_call = 0 if copies is None else copies.slots.num_calls + CALLS_OF_FORWARD - (recorded() is not None)
         self._runs_layer = True
         try:
             return forward(layer, hidden_states, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from deepspeed.moe.experts import Experts
@@ -103,8 +104,8 @@ class PackedMOELayer(Swapped, MOELayer):
             parts, _ = stacked(weights, None if self.is_fp8 else x.device)
             return weights, parts, of_layer.buffers.copies_of(balance, parts, buffer, growing.meet)
 
-        telling = notify_peers_on_failure if last is None or last.is_over else last.telling
-        weights, parts, copies = telling(buffer, prepare)
+        tell = partial(notify_peers_on_failure, buffer) if last is None or last.is_over else last.telling(buffer)
+        weights, parts, copies = tell(prepare)
         of_layer.copies[self] = copies
 
         def plan() -> tuple[Tensor, Tensor, Planned]:
@@ -112,8 +113,11 @@ class PackedMOELayer(Swapped, MOELayer):
             planned = copies.plan(topk_idx.contiguous(), parts, False)
             return planned.plan.topk_idx, topk_weights, planned
 
-        topk_idx, topk_weights, planned = copies.telling(buffer, plan)
-        return planned.fetch_in_backward(self._exchange_joined(growing, x, topk_idx, topk_weights, weights, planned))
+        tell = copies.telling(buffer)
+        topk_idx, topk_weights, planned = tell(plan)
+        combined = tell(self._exchange_joined, growing, x, topk_idx, topk_weights, weights, planned)
+        output: Tensor = planned.fetch_in_backward(combined)
+        return output
 
     @property
     def is_fp8(self) -> bool:
