@@ -7,14 +7,16 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from deepep_moe import _C, nvshmem_module
 from deepep_moe.group.rendezvous import Connectable
 from deepep_moe.group.settings import Settings
 
 if TYPE_CHECKING:
-    from deepep_moe.group.nvshmem_rail import Rail
+    from deepep_moe.group.nvshmem_world import World  # only several nodes load it
 
 _BETWEEN_LOOKS_S = 0.05  # between looks at peers that have sent nothing
 
@@ -116,17 +118,52 @@ class RailMemory(GpuMemory):
     """The workspace of the backends over several nodes: rows cross through NVSHMEM's symmetric heap."""
 
     why_not_suspend = nvshmem_module.WHY_NOT_SUSPEND
-    rail: "Rail"
+    world: "World | None" = None
+    _address = 0
 
     def add_rail(self, shim: str, *, maps_node: bool = False) -> None:
-        """Get ready for `nvshmem_rail.make`, which allocates the symmetric memory. The arguments are those of `Rail`."""
-        from deepep_moe.group.nvshmem_rail import Rail  # it loads what only several nodes need
+        """Get ready for `nvshmem_rail.make`, which allocates the symmetric memory. `shim`: the function of `_nvshmem` that returns the
+        kernels. `maps_node`: they read the memory of all ranks of the node."""
+        self._shim, self._maps_node = shim, maps_node
+        self.rail_bytes: int = self._native.rail_bytes
+        self.workspace_bytes += self.rail_bytes
 
-        self.rail = Rail(self.settings, self._native, shim, maps_node=maps_node)
-        self.workspace_bytes += self.rail.num_bytes
+    def attach(self, world: "World") -> None:
+        """Let rows cross: allocate symmetric memory. Collective; raises BackendUnavailableError on all ranks alike, RuntimeError on those
+        where the others' memory is not mapped."""
+        self._address, self.world = world.allocate(self.rail_bytes), world
+        s = self.settings
+        ranks = range(s.rank % s.ranks_per_node, s.num_ranks, s.ranks_per_node)
+        memory: Any = self._of_node(world) if self._maps_node else self._address
+        self._native.attach_rail(getattr(world.module, self._shim)(), memory, [world.pe_of[rank] for rank in ranks])
+
+    def _of_node(self, world: "World") -> list[int]:
+        """Return the addresses at which the memory of each rank of this node is mapped."""
+        if world.num_hosts > 1 and not world.module.orders_network_writes(torch.cuda.current_device()):
+            raise RuntimeError(
+                "this GPU may see what a network card writes to it in another order than it was written (CUDA's attribute "
+                "GPUDirectRDMAWritesOrdering is None), which low-latency calls rely on; use Buffer, which asks NVSHMEM to flush"
+            )
+        s = self.settings
+        ranks = range(s.node * s.ranks_per_node, (s.node + 1) * s.ranks_per_node)
+        mapped = [self._address if rank == s.rank else world.mapped(self._address, rank) for rank in ranks]
+        if lost := [rank for rank, address in zip(ranks, mapped, strict=True) if address == 0]:
+            raise RuntimeError(
+                f"NVSHMEM has not mapped the memory of rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of the same node, "
+                "which low-latency calls read; unset NVSHMEM_DISABLE_P2P, and look whether all GPUs of the node are linked by NVLink"
+            )
+        return mapped
+
+    def leak(self) -> None:
+        """Never free the GPU memory of this object: freeing would wait for work that does not end."""
+        if self._native is not None:
+            self._native.leak()
 
     def destroy(self) -> None:
         """Free the memory once all puts of this rank have arrived. If they do not arrive before the deadline, the memory is never freed."""
-        self.rail.settle()
+        world, self.world = self.world, None
+        if world is not None and not world.quiet():
+            self.leak()
         super().destroy()
-        self.rail.free()
+        if world is not None:
+            world.free(self._address)

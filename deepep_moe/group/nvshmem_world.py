@@ -134,6 +134,9 @@ class World:
         mapped: int = self.module.mapped(address, self.pe_of[rank])
         return mapped
 
+    def quiet(self) -> bool:
+        return quiet()
+
 
 def join(settings: Settings, group: "dist.ProcessGroup | None", *, hosts: list[str], device: int | None, heap_bytes: int) -> World:
     """Return the world of the group's ranks: the one that there is, or a new one. Collective.

@@ -218,7 +218,7 @@ def test_network_that_loses(rank, num_ranks, num_arriving):
     culprit = 2 - num_arriving
     os.environ[NETWORK] = f"lose={culprit},lose_after={num_arriving}"
     buffer, part = make("nvshmem", 4, DEADLINE_S), part_of(rank, culprit)
-    assert buffer.calls.backend.rail._world.pe_of == (0, 1, 2, 3), "the option names a PE"
+    assert buffer.calls.backend.world.pe_of == (0, 1, 2, 3), "the option names a PE"
 
     def call():
         buffer.dispatch(*inputs(buffer, 1))
