@@ -65,24 +65,22 @@ def untraced(function: _Function) -> _Function:
     return functools.update_wrapper(call, function)  # type: ignore[return-value]
 
 
-def define(schema: str) -> None:
-    """Define the operator `deepep_moe::<schema>`."""
-    _library.define(schema)
-
-
-def register_operator(name: str, implementation: _Implementation, fake: _Implementation, *gradient: _Implementation) -> None:
-    """Make `implementation` that of the defined operator `name`. gradient: what saves for the backward, and the backward, if it has one."""
+def register_operator(schema: str, implementation: _Implementation, fake: _Implementation, *gradient: _Implementation) -> str:
+    """Define the operator `deepep_moe::<schema>`, and return its name. gradient: what saves for the backward, and the backward, if it has
+    one."""
+    name = _library.define(schema)
     # After a break of a graph Dynamo looks at every Python function that is called, those that an operator calls too.
     _library.impl(name, _disable_dynamo(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"deepep_moe::{name}", fake, lib=_library)
     if gradient:
         save, backward = gradient
         torch.library.register_autograd(f"deepep_moe::{name}", backward, setup_context=save, lib=_library)
+    return name
 
 
-def register(name: str, implementation: _Implementation, fake: _Implementation, *gradient: _Implementation) -> None:
+def register(schema: str, implementation: _Implementation, fake: _Implementation, *gradient: _Implementation) -> None:
     """Register the operator as `register_operator` does, and let `call` serve it."""
-    register_operator(name, implementation, fake, *gradient)
+    name = register_operator(schema, implementation, fake, *gradient)
     if not gradient:
         _eager[name] = implementation, None
         return

@@ -13,7 +13,7 @@ from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.checks import MAX_ALIGNMENT
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import gather_objects
-from deepep_moe.group.suspension import Memory
+from deepep_moe.group.suspension import Suspending
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -23,7 +23,7 @@ _GROWTH = 1.5  # least factor between two bounds, so that all buffers take no mo
 _MANY = 2**20  # the bound in tokens where memory does not depend on it
 
 
-class GrowingBuffer:
+class GrowingBuffer(Suspending):
     """A `Buffer` of a group that is replaced by a larger one when a rank has more tokens than it has room for."""
 
     def __init__(
@@ -89,19 +89,9 @@ class GrowingBuffer:
         while self._outgrown:
             self._outgrown.pop().destroy()
 
-    def suspend(self) -> None:
-        """Suspend the buffer and those that it replaced, as `Buffer.suspend`. Collective over the group."""
-        for buffer in (*self._outgrown, self.buffer):
-            buffer.suspend()
-
-    def resume(self) -> None:
-        """Do as `Buffer.resume`, for what `suspend` has suspended."""
-        for buffer in (*self._outgrown, self.buffer):
-            buffer.resume()
-
-    def memory(self) -> Memory:
-        """Return `Buffer.memory` of all."""
-        return sum((buffer.memory() for buffer in self._outgrown), self.buffer.memory())
+    @property
+    def _parts(self) -> tuple[Buffer, ...]:  # type: ignore[override]
+        return *self._outgrown, self.buffer
 
     def meet(self) -> None:
         """Dispatch nothing, in a way that no layer uses: with the largest alignment, in the layout that pads no rows where there is one.

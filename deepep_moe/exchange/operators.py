@@ -21,7 +21,7 @@ from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, D
 from deepep_moe.exchange.calls import Calls, calls_of, tell_failure, watch_backward
 from deepep_moe.exchange.checks import EXCHANGE
 from deepep_moe.exchange.handle import DispatchHandle, TracedHandle, traced
-from deepep_moe.library import Context, Function, Inputs, call, define, is_watched, needs_gradients, refuse_watchers, register_operator
+from deepep_moe.library import Context, Function, Inputs, call, is_watched, needs_gradients, refuse_watchers, register_operator
 from deepep_moe.ops.quantized import QuantizedRows
 from deepep_moe.ops.weighted import aligned, differentiable_scale_rows_backward, repeated
 
@@ -177,7 +177,7 @@ def _dispatch_gradients(ctx: Context, grad_recv_x: Tensor | None, grad_recv_topk
     return combine(calls, calls.own_mode, rows, None, None, values, handle)
 
 
-define(
+_DISPATCH = (
     "dispatch(Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? topk_weights, int buffer, str layout, int expert_alignment, "
     "SymInt num_recv_rows, int? num_sms) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
@@ -272,7 +272,7 @@ def _dispatch_backward(
 # ---- dispatch along a handle ----
 
 
-define(f"dispatch_cached(Tensor x, Tensor? x_scales, Tensor? topk_weights, {_HANDLE}, int? num_sms) -> (Tensor, Tensor, Tensor)")
+_CACHED = f"dispatch_cached(Tensor x, Tensor? x_scales, Tensor? topk_weights, {_HANDLE}, int? num_sms) -> (Tensor, Tensor, Tensor)"
 
 
 def _dispatch_cached_operator(
@@ -402,7 +402,7 @@ def joined(rows: Sequence[Tensor], handle: DispatchHandle, hidden: int) -> Tenso
     return torch.cat([(part if part.layout is torch.strided else part.to_dense()).reshape(-1, hidden) for part in rows])
 
 
-define(f"combine(Tensor x, Tensor? weights, Tensor? bias, Tensor? topk_weight_grads, {_HANDLE}, int? num_sms) -> (Tensor, Tensor)")
+_COMBINE = f"combine(Tensor x, Tensor? weights, Tensor? bias, Tensor? topk_weight_grads, {_HANDLE}, int? num_sms) -> (Tensor, Tensor)"
 
 
 def _combine_operator(
@@ -432,6 +432,6 @@ def _combine_backward(ctx: Context, grad_combined_x: Tensor | None, grad_grads: 
     return *_combine_gradients(ctx, grad_combined_x, grad_grads), *_OF_HANDLE_AND_SMS
 
 
-register_operator("dispatch", _dispatch_operator, _fake_dispatch, _save_dispatch, _dispatch_backward)
-register_operator("dispatch_cached", _dispatch_cached_operator, _fake_dispatch_cached, _save_dispatch_cached, _dispatch_cached_backward)
-register_operator("combine", _combine_operator, _fake_combine, _save_combine, _combine_backward)
+register_operator(_DISPATCH, _dispatch_operator, _fake_dispatch, _save_dispatch, _dispatch_backward)
+register_operator(_CACHED, _dispatch_cached_operator, _fake_dispatch_cached, _save_dispatch_cached, _dispatch_cached_backward)
+register_operator(_COMBINE, _combine_operator, _fake_combine, _save_combine, _combine_backward)

@@ -1,6 +1,7 @@
 """Memory of buffers that the ranks give back together, and make again together."""
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -22,6 +23,28 @@ class Memory(NamedTuple):
 
     def __add__(self, other: "Memory") -> "Memory":  # type: ignore[override]
         return Memory(self.held + other.held, self.suspended + other.suspended)
+
+
+class Suspending:
+    """Gives memory back for a while, and makes it again: part by part, in the order in which all ranks have made them."""
+
+    _parts: Iterable[Any]
+
+    def suspend(self) -> None:
+        """Give the memory back until `resume`, as `deepep_moe.Buffer.suspend`. Collective.
+
+        Memory of a buffer that later ones have replaced stays while handles refer to it."""
+        for part in self._parts:
+            part.suspend()
+
+    def resume(self) -> None:
+        """Make the memory again, as `deepep_moe.Buffer.resume`. Collective."""
+        for part in self._parts:
+            part.resume()
+
+    def memory(self) -> Memory:
+        """Return the bytes of exchange memory that this rank holds, and that `suspend` has given back. Not collective."""
+        return sum((part.memory() for part in self._parts), Memory(0, 0))
 
 
 def agree(backend: Connectable, settings: Settings, group: "dist.ProcessGroup | None", num_calls: int, error: BaseException | None) -> None:

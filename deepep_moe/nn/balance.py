@@ -62,9 +62,8 @@ class Balance:
     """
 
     def __init__(self, num_slots: int = 4, *, cost: int = 2048):
-        self.num_slots, self.cost = as_int("num_slots", num_slots, least=1), as_int("cost", cost, least=0)
-        if self.num_slots > MAX_SLOTS:
-            raise ValueError(f"num_slots is {self.num_slots}; at most {MAX_SLOTS} are possible")
+        self.num_slots = as_int("num_slots", num_slots, least=1, most=MAX_SLOTS)
+        self.cost = as_int("cost", cost, least=0)
         self._copies: Copies | None = None
 
     def __eq__(self, other: object) -> bool:

@@ -9,7 +9,7 @@ from deepep_moe import _C, reference
 from deepep_moe.arguments import as_int, check_is_tensor, check_plain, check_tensor
 from deepep_moe.device import is_gpu, launch
 from deepep_moe.installed import without_nvcc
-from deepep_moe.library import call, define, refuse_transforms, register
+from deepep_moe.library import call, refuse_transforms, register
 
 _MOST = 2**31 - 1
 
@@ -68,18 +68,11 @@ def plan_copies(topk_idx: Tensor, counts: Tensor, rank: int, *, num_slots: int, 
             f"counts has shape {[num_ranks, num_experts]}; it must be [num_ranks, num_experts] of at most {_C.MAX_RANKS} ranks that divide "
             "the experts"
         )
-    rank = _within("rank", rank, 0, num_ranks - 1)
-    num_slots = _within("num_slots", num_slots, 0, num_experts)
-    cost = _within("cost", cost, 0, _MOST)
-    capacity = -1 if capacity is None else _within("capacity", capacity, 0, _MOST)
+    rank = as_int("rank", rank, least=0, most=num_ranks - 1)
+    num_slots = as_int("num_slots", num_slots, least=0, most=num_experts)
+    cost = as_int("cost", cost, least=0, most=_MOST)
+    capacity = -1 if capacity is None else as_int("capacity", capacity, least=0, most=_MOST)
     return CopyPlan(*call("plan_copies", (topk_idx, counts), rank, num_slots, cost, capacity))
-
-
-def _within(name: str, value: int, least: int, most: int) -> int:
-    value = as_int(name, value)
-    if not least <= value <= most:
-        raise ValueError(f"{name} is {value}; it must be {least} to {most}")
-    return value
 
 
 def _plan(topk_idx: Tensor, counts: Tensor, rank: int, num_slots: int, cost: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,5 +94,5 @@ def _empty_plan(topk_idx: Tensor, counts: Tensor, _rank: int, num_slots: int, *_
     return copies, torch.empty_like(copies), torch.empty_like(topk_idx, memory_format=torch.contiguous_format)
 
 
-define("plan_copies(Tensor topk_idx, Tensor counts, int rank, int num_slots, int cost, int capacity) -> (Tensor, Tensor, Tensor)")
-register("plan_copies", _plan, _empty_plan)
+_SCHEMA = "plan_copies(Tensor topk_idx, Tensor counts, int rank, int num_slots, int cost, int capacity) -> (Tensor, Tensor, Tensor)"
+register(_SCHEMA, _plan, _empty_plan)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepep_moe import _C, reference, torch_module
 from deepep_moe.device import device_index, is_gpu, readable
-from deepep_moe.library import Context, call, define, register
+from deepep_moe.library import Context, call, register
 from deepep_moe.ops.dense import to_dense
 from deepep_moe.ops.routing import is_token_in_rank
 
@@ -31,8 +31,6 @@ def check_score_function(score_function: str) -> None:
 
 
 # ---- forward ----
-
-define(f"gate(Tensor logits, Tensor? expert_bias, Tensor? mask, {_SETTINGS}) -> ({', '.join(['Tensor'] * 7)})")
 
 
 def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
@@ -112,11 +110,6 @@ def _gate_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, 
 
 
 # ---- backward ----
-
-define(
-    "gate_backward(Tensor? grad_topk_weights, Tensor? grad_probs, Tensor? grad_shares, Tensor logits, Tensor topk_idx, "
-    "str score_function, bool normalize, float routed_scaling_factor) -> Tensor"
-)
 
 
 def _save(ctx: Context, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
@@ -234,5 +227,10 @@ def _scores_and_slopes(wide: Tensor, score_function: str) -> tuple[Tensor, Tenso
     return scores, bounded.sigmoid() / (2.0 * scores)
 
 
-register("gate", _gate, _gate_fake, _save, _backward)
-register("gate_backward", _gate_backward, _gate_backward_fake)
+_SCHEMA = f"gate(Tensor logits, Tensor? expert_bias, Tensor? mask, {_SETTINGS}) -> ({', '.join(['Tensor'] * 7)})"
+register(_SCHEMA, _gate, _gate_fake, _save, _backward)
+_SCHEMA_OF_BACKWARD = (
+    "gate_backward(Tensor? grad_topk_weights, Tensor? grad_probs, Tensor? grad_shares, Tensor logits, Tensor topk_idx, "
+    "str score_function, bool normalize, float routed_scaling_factor) -> Tensor"
+)
+register(_SCHEMA_OF_BACKWARD, _gate_backward, _gate_backward_fake)

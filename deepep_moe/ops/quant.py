@@ -6,7 +6,7 @@ from torch import Tensor
 from deepep_moe import _C
 from deepep_moe.arguments import check_memory
 from deepep_moe.device import DTYPES, FLOATS, is_lazy, launch
-from deepep_moe.library import call, define, refuse_transforms, register
+from deepep_moe.library import call, refuse_transforms, register
 from deepep_moe.ops.weighted import aligned
 
 BLOCK = _C.SCALE_BLOCK
@@ -54,8 +54,7 @@ def _empty_rows(x: Tensor, _power_of_two: bool) -> _Quantized:
     return x.new_empty(x.shape, dtype=FP8), x.new_empty(x.shape[0], -(-x.shape[1] // BLOCK), dtype=torch.float32)
 
 
-define("quantize_fp8(Tensor x, bool power_of_two) -> (Tensor, Tensor)")
-register("quantize_fp8", _quantize, _empty_rows)
+register("quantize_fp8(Tensor x, bool power_of_two) -> (Tensor, Tensor)", _quantize, _empty_rows)
 
 
 def quantize_fp8_weights(w: Tensor, *, transposed: bool = False) -> tuple[Tensor, Tensor]:

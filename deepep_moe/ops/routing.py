@@ -5,7 +5,7 @@ from torch import Tensor
 
 from deepep_moe.arguments import check_tensor
 from deepep_moe.errors import no_expert
-from deepep_moe.library import define, register
+from deepep_moe.library import register
 
 
 def refuse_bad_routing(topk_idx: Tensor, num_experts: int) -> None:
@@ -61,5 +61,4 @@ def _fake_layout(topk_idx: Tensor, num_topk: int, num_experts: int, num_ranks: i
     return *counts, topk_idx.new_empty(topk_idx.shape[0], num_ranks, dtype=torch.bool)  # type: ignore[return-value]
 
 
-define("layout(Tensor topk_idx, int num_topk, int num_experts, int num_ranks) -> (Tensor, Tensor, Tensor)")
-register("layout", _layout, _fake_layout)
+register("layout(Tensor topk_idx, int num_topk, int num_experts, int num_ranks) -> (Tensor, Tensor, Tensor)", _layout, _fake_layout)

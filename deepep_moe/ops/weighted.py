@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.device import DTYPES, is_gpu, launch, readable
-from deepep_moe.library import Context, Function, define, register
+from deepep_moe.library import Context, Function, register
 
 # Rows or tokens at a time on the CPU: products in fp32 stay in the cache, and no memory is allocated for all of them.
 _BLOCK = 64
@@ -152,8 +152,8 @@ def _fake_scale_rows_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple
     return torch.empty_like(x), torch.empty_like(weights)
 
 
-define("scale_rows_backward(Tensor grad, Tensor x, Tensor weights) -> (Tensor, Tensor)")
-register("scale_rows_backward", scale_rows_backward, _fake_scale_rows_backward)
+_SCHEMA = "scale_rows_backward(Tensor grad, Tensor x, Tensor weights) -> (Tensor, Tensor)"
+register(_SCHEMA, scale_rows_backward, _fake_scale_rows_backward)
 
 
 # ---- rows as calls and kernels take them ----

@@ -4,12 +4,13 @@ import atexit
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, ValuesView
 
 import torch.distributed as dist
 
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.growing import GrowingBuffer
+from deepep_moe.group.suspension import Suspending
 from deepep_moe.library import untraced
 from deepep_moe.nn.balance import Balance, Copies, Parts, sizes_of
 
@@ -25,7 +26,7 @@ def is_destroyed(group: "dist.ProcessGroup | None") -> bool:
     return False
 
 
-class BufferRegistry:
+class BufferRegistry(Suspending):
     """Keeps growing buffers by key, such as a group and sizes, and copies of experts. Layers that share one run one after another.
 
     A buffer whose group was destroyed goes when somebody asks for a new buffer, or for all of them. Copies go with their group, and end
@@ -78,13 +79,11 @@ class BufferRegistry:
         """Suspend all buffers, as `Buffer.suspend`. Collective over their groups."""
         self.release(is_destroyed)
         self.end_copies()
-        for growing in self._buffers.values():
-            growing.suspend()
+        super().suspend()
 
-    def resume(self) -> None:
-        """Make the memory of all buffers again, as `Buffer.resume`. Collective over their groups."""
-        for growing in self._buffers.values():
-            growing.resume()
+    @property
+    def _parts(self) -> ValuesView[GrowingBuffer]:  # type: ignore[override]
+        return self._buffers.values()
 
     def release(self, is_dead: Callable[["dist.ProcessGroup | None"], bool]) -> None:
         """Destroy the buffers and copies of groups that are dead. Makes no call of a group."""

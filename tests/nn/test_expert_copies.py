@@ -362,7 +362,7 @@ def test_metrics_count_rows_where_they_are_computed(rank, num_ranks):
 
 @on_ranks(2)
 def test_refusals(rank, num_ranks):
-    with pytest.raises(ValueError, match="num_slots is 33; at most 32"):
+    with pytest.raises(ValueError, match="num_slots is 33; it must be at most 32"):
         Balance(33)
     with pytest.raises(ValueError, match="num_slots"):
         Balance(0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepep_moe.arguments import as_int
 from deepep_moe.compat.deep_ep.arguments import as_given, checked_routing, combine_arguments, detached, in_rows, rows_and_scales
 from deepep_moe.compat.deep_ep.config import Config
-from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending, members_of
+from deepep_moe.compat.deep_ep.core import GrowingBuffers, members_of
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.handle import Handle
@@ -23,6 +23,7 @@ from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
 from deepep_moe.exchange import buffer as exchange
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import agree
+from deepep_moe.group.suspension import Suspending
 from deepep_moe.ops.lanes import count_lanes
 
 

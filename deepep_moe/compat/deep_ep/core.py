@@ -13,7 +13,7 @@ from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.group.rendezvous import agree, host_id, join
-from deepep_moe.group.suspension import Memory
+from deepep_moe.group.suspension import Suspending
 
 _Result = TypeVar("_Result")
 _Error = TypeVar("_Error", bound=Exception)
@@ -21,28 +21,6 @@ _Handle = TypeVar("_Handle")
 _OPTION = "num_max_tokens_per_rank of the DeepEP buffer"
 MAX_SIZES = 8
 """The buffers that are kept for calls of different sizes; the oldest one goes where there are more, once no handle needs it."""
-
-
-class Suspending:
-    """Gives memory back for a while, and makes it again: part by part, in the order in which all ranks have made them."""
-
-    _parts: Iterable[Any]
-
-    def suspend(self) -> None:
-        """Give the memory back until `resume`, as `deepep_moe.Buffer.suspend`. Collective.
-
-        Memory of a buffer that later ones have replaced stays while handles refer to it."""
-        for part in self._parts:
-            part.suspend()
-
-    def resume(self) -> None:
-        """Make the memory again, as `deepep_moe.Buffer.resume`. Collective."""
-        for part in self._parts:
-            part.resume()
-
-    def memory(self) -> Memory:
-        """Return the bytes of exchange memory that this rank holds, and that `suspend` has given back. Not collective."""
-        return sum((part.memory() for part in self._parts), Memory(0, 0))
 
 
 class Buffers(Suspending):

@@ -11,13 +11,14 @@ from torch import Tensor
 from deepep_moe import config
 from deepep_moe.arguments import as_int
 from deepep_moe.compat.deep_ep.arguments import as_given, checked_routing, combine_arguments, detached, in_rows, rows_and_scales
-from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending, members_of
+from deepep_moe.compat.deep_ep.core import GrowingBuffers, members_of
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.streams import CommStream
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
 from deepep_moe.exchange.handle import DispatchOutput
+from deepep_moe.group.suspension import Suspending
 
 NUM_SENDERS = 12  # SMs that saturate NVLink, as `deepep_moe.Buffer` uses where nobody says otherwise
 _SIZE_UNIT = 2**21  # DeepEP's sizes are multiples of it

@@ -12,7 +12,7 @@ from torch import Tensor
 from deepep_moe import _C, config
 from deepep_moe.arguments import as_int, check_tensor
 from deepep_moe.compat.deep_ep.arguments import checked_routing, combine_arguments, detached, rows_and_scales
-from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending, members_of
+from deepep_moe.compat.deep_ep.core import GrowingBuffers, members_of
 from deepep_moe.compat.deep_ep.dense_routing import experts_only, first_lanes, keep_nothing, keep_within, to_dense
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.hybrid_handle import HybridConfig, HybridHandle
@@ -23,6 +23,7 @@ from deepep_moe.exchange.checks import MAX_ALIGNMENT
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import agree
 from deepep_moe.group.settings import MAX_NUMBER
+from deepep_moe.group.suspension import Suspending
 from deepep_moe.ops.lanes import dense_of_lanes, lanes_of_map, weights_at
 from deepep_moe.torch_module import needed
 
@@ -426,19 +427,13 @@ def _bound_of(num_permuted_tokens: Any) -> int | None:
         return None
     if isinstance(num_permuted_tokens, Tensor) and num_permuted_tokens.numel() == 1:
         num_permuted_tokens = num_permuted_tokens.item()
-    num_rows = as_int("num_permuted_tokens", num_permuted_tokens)
-    if not 0 <= num_rows <= MAX_NUMBER:
-        raise ValueError(f"num_permuted_tokens is {num_rows}; it must be None or a number of rows, at most {MAX_NUMBER}")
-    return num_rows
+    return as_int("num_permuted_tokens", num_permuted_tokens, "None or a number of rows", 0, MAX_NUMBER)
 
 
 def _alignment_of(pad_multiple: Any) -> int:
     """Return the multiple to which an expert's rows are padded. Raises TypeError, or ValueError for one that is too
     large."""
-    alignment = max(1, as_int("pad_multiple", pad_multiple or 1))  # HybridEP does not look at one below 1
-    if alignment > MAX_ALIGNMENT:
-        raise ValueError(f"pad_multiple is {alignment}; it must be at most {MAX_ALIGNMENT}")
-    return alignment
+    return max(1, as_int("pad_multiple", pad_multiple or 1, most=MAX_ALIGNMENT))  # HybridEP does not look at one below 1
 
 
 def _weights_of(routing: _Routing, topk_idx: Tensor) -> Tensor | None:

@@ -215,7 +215,7 @@ def test_launcher_runs_a_script_enabled(tmp_path):
     assert "local rank 0" in done.stderr, done.stderr
     assert "no such script: 'nowhere.py'" in _launch("nowhere.py", cwd=tmp_path, code=2).stderr
     wrong = _launch("--balance", "99", "scripts/pretrain.py", cwd=tmp_path, code=2)
-    assert wrong.stderr.splitlines()[-1].endswith("megatron: num_slots is 99; at most 32 are possible")
+    assert wrong.stderr.splitlines()[-1].endswith("megatron: num_slots is 99; it must be at most 32")
     line = f"found {['--backend', 'nccl', *OURS]} __main__ pretrain.py SelectingFlexTokenDispatcher"
     assert done.stdout.strip().splitlines()[-1] == line
 
