@@ -57,7 +57,7 @@ def dispatch_by_expert(
             topk_weights = topk_weights.reshape(-1, 1)
     x, how = repeated(x, num_shared), calls.mode_of(None, layer=layer)
     recv_x, _, weights, handle = dispatch(calls, DispatchArgs(how, x, None, topk_idx, topk_weights, "expert", 1, -1, calls.number))
-    return _Split.apply(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
+    return Split.apply(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
 
 
 def combine_by_expert(
@@ -97,7 +97,22 @@ def split_rows(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tup
     return torch.split_with_sizes(rows.view(*leading, *rows.shape) if leading else rows, counts, -2)
 
 
-class _Split(Function):
+def rows_of_all(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parts [..., num_rows, hidden], without gradient: a view, if they lie one behind another in one memory, else a
+    copy."""
+    hidden, filled = parts[0].shape[-1], [part for part in parts if part.numel()]
+    if len(filled) < 2:
+        return (filled or parts)[0].reshape(-1, hidden)
+    memory, end = filled[0].untyped_storage().data_ptr(), filled[0].data_ptr()
+    for part in filled:
+        if part.data_ptr() != end or part.untyped_storage().data_ptr() != memory or not part.is_contiguous():
+            return torch.cat([rows.reshape(-1, hidden) for rows in filled])
+        end += part.numel() * part.element_size()
+    num_rows = sum(part.shape[-2] for part in filled)
+    return filled[0].detach().as_strided((num_rows, hidden), (hidden, 1))
+
+
+class Split(Function):
     """`split_rows` with gradients that may be sparse; the backward of PyTorch's split cannot join sparse ones."""
 
     @staticmethod
@@ -107,7 +122,9 @@ class _Split(Function):
     @staticmethod
     def backward(_ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dense = [grad if grad.layout is torch.strided else grad.to_dense() for grad in grads]
-        return torch.cat([grad.reshape(-1, grad.shape[-1]) for grad in dense]), None, None
+        if torch.is_grad_enabled():
+            return torch.cat([grad.reshape(-1, grad.shape[-1]) for grad in dense]), None, None
+        return rows_of_all(dense), None, None
 
 
 def _unseen(calls: Calls, tensors: Sequence[Tensor | None], make: Callable[[], object]) -> Any:

@@ -42,13 +42,19 @@ def are_on_gpus(peers: list[Introduction]) -> bool:
     return all(peer.has_gpu and "nccl" in peer.group_backend for peer in peers)
 
 
-def why_not_shm(peers: list[Introduction]) -> str | None:
-    """The reason the shm backend cannot serve these ranks, or None."""
-    if len(peers) > _C.MAX_RANKS:
-        return f"it serves at most {_C.MAX_RANKS} ranks, this group has {len(peers)}"
+def _why_not_one_host(peers: list[Introduction], most: int) -> str | None:
+    if len(peers) > most:
+        return f"it serves at most {most} ranks, this group has {len(peers)}"
     hosts = {peer.host for peer in peers}
     if len(hosts) > 1:
         return f"its ranks must share one host and process namespace, this group spans {len(hosts)}: {sorted(hosts)}"
+    return None
+
+
+def why_not_shm(peers: list[Introduction]) -> str | None:
+    """The reason the shm backend cannot serve these ranks, or None."""
+    if reason := _why_not_one_host(peers, _C.MAX_RANKS):
+        return reason
     if any(peer.group_backend != "none" and "cpu:" not in peer.group_backend for peer in peers):
         return f"it moves CPU tensors, and the group is for GPU tensors only ({peers[0].group_backend})"
     return None
@@ -78,11 +84,8 @@ def why_not_nvlink(peers: list[Introduction]) -> str | None:
     """The reason the nvlink backend cannot serve these ranks, or None."""
     if not hasattr(_C, "NvlinkExchange"):
         return "it was not compiled, as the build found no nvcc; install the CUDA toolkit and build again"
-    if len(peers) > _C.MAX_GPU_RANKS:
-        return f"it serves at most {_C.MAX_GPU_RANKS} ranks, this group has {len(peers)}"
-    hosts = {peer.host for peer in peers}
-    if len(hosts) > 1:
-        return f"its ranks must share one host and process namespace, this group spans {len(hosts)}: {sorted(hosts)}"
+    if reason := _why_not_one_host(peers, _C.MAX_GPU_RANKS):
+        return reason
     without = [rank for rank, peer in enumerate(peers) if not peer.has_gpu]
     return f"ranks {without} see no CUDA device" if without else None
 

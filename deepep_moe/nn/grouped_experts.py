@@ -111,20 +111,18 @@ class GroupedExperts(nn.Module):
         Raises:
             TypeError, ValueError: see `deepep_moe.ops.grouped_mlp` and `deepep_moe.ops.KeptWeights.take`.
         """
+        rows, product = (x,) if probs is None else (x, probs), partial(self._product, is_first_microbatch)
         if planned is not None:
-            product = partial(self._product, is_first_microbatch)
-            return planned.run(product, (x,) if probs is None else (x, probs), num_rows_per_expert)  # type: ignore[arg-type]
-        return self._run(x, num_rows_per_expert, self.up, self.down, probs, kept=self.kept_weights, is_first_microbatch=is_first_microbatch)
+            return planned.run(product, rows, num_rows_per_expert)  # type: ignore[arg-type]
+        return product(rows, num_rows_per_expert, Parts(self.up, self.down), True)
 
-    def _product(self, is_first: bool | None, rows: tuple[Tensor, ...], counts: Tensor, weights: Parts, is_home: bool) -> Tensor:
-        x, probs = rows if len(rows) == 2 else (rows[0], None)
-        kept = self.kept_weights if is_home else NothingKept()
-        return self._run(x, counts, weights.up, weights.down, probs, kept=kept, is_first_microbatch=is_first)
-
-    def _run(self, x: Tensor, counts: Tensor | Sequence[int], up: Tensor, down: Tensor, probs: Tensor | None, **options: Any) -> Tensor:
+    def _product(
+        self, is_first: bool | None, rows: tuple[Tensor, ...], counts: Tensor | Sequence[int], weights: Parts, is_home: bool
+    ) -> Tensor:
         return grouped_mlp(
-            x, counts, up, down, b1=self.up_bias, b2=self.down_bias, probs=probs, activation=self.activation,
-            recompute_activation=self.recompute_activation, zero_tail=self.zero_tail, **options,
+            rows[0], counts, *weights, b1=self.up_bias, b2=self.down_bias, probs=rows[1] if len(rows) > 1 else None,
+            activation=self.activation, recompute_activation=self.recompute_activation, zero_tail=self.zero_tail,
+            kept=self.kept_weights if is_home else NothingKept(), is_first_microbatch=is_first,
         )  # fmt: skip
 
     def release_fp8_weights(self) -> None:

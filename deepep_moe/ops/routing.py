@@ -39,11 +39,6 @@ def is_token_in_rank(topk_idx: Tensor, num_ranks: int, num_local_experts: int) -
     return mask.scatter_(1, ranks, True)[:, :-1].contiguous()
 
 
-def num_tokens_per_expert(topk_idx: Tensor, num_experts: int) -> Tensor:
-    """Return [num_experts] int64: the tokens of each expert."""
-    return topk_idx[topk_idx >= 0].bincount(minlength=num_experts)
-
-
 # ---- counts before sending, as an operator ----
 
 
@@ -53,7 +48,8 @@ def _layout(topk_idx: Tensor, num_topk: int, num_experts: int, num_ranks: int) -
     check_tensor("topk_idx", topk_idx, (num_tokens, num_topk), (torch.int64, torch.int32), any_strides=True)
     refuse_bad_routing(topk_idx, num_experts)
     in_rank = is_token_in_rank(topk_idx, num_ranks, num_experts // num_ranks)
-    return in_rank.sum(0, dtype=torch.int32), num_tokens_per_expert(topk_idx, num_experts).to(torch.int32), in_rank
+    per_expert = topk_idx[topk_idx >= 0].bincount(minlength=num_experts).to(torch.int32)
+    return in_rank.sum(0, dtype=torch.int32), per_expert, in_rank
 
 
 def _fake_layout(topk_idx: Tensor, num_topk: int, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:

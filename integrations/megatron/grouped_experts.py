@@ -168,9 +168,8 @@ class GroupedMLP(SequentialMLP):
         if is_home:
             delay = self._delay if self._delays else None
             how = {"main_grads": self._main_grads, "delay": delay, **self._copies_of_weights(*weights)}
-        x, probs = rows if len(rows) == 2 else (rows[0], None)
         return grouped_mlp(
-            x, counts, weights.up, weights.down, b1=b1, b2=b2, probs=probs, activation=self._activation,
+            rows[0], counts, *weights, b1=b1, b2=b2, probs=rows[1] if len(rows) > 1 else None, activation=self._activation,
             recompute_activation=self._recompute_activation, zero_tail=False, **how,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from deep_ep_cases import Wanted
 from exchange_cases import Case, assert_same
 
 from deepep_moe.compat.deep_ep import Buffer, EventHandle, EventOverlap
-from deepep_moe.compat.deep_ep.streams import CommStream
+from deepep_moe.compat.deep_ep.streams import BackOnFailure, CommStream
 
 
 class Stream:
@@ -90,9 +90,9 @@ def test_previous_event(cuda, kind):
 
 def test_failed_call(cuda):
     stream = CommStream()
-    callers = stream.begin(rows("x"), None, True)
-    assert cuda.now.name == "own"
-    stream.abort(callers)
+    with pytest.raises(ValueError), BackOnFailure(stream.begin(rows("x"), None, True)):
+        assert cuda.now.name == "own"
+        raise ValueError
     assert cuda.now.name == "caller's"
 
 

@@ -18,7 +18,7 @@ from deepep_moe.compat.deep_ep.handle import Handle
 from deepep_moe.compat.deep_ep.low_latency import LowLatencyCalls
 from deepep_moe.compat.deep_ep.low_latency_buffers import LowLatencyBuffers
 from deepep_moe.compat.deep_ep.refused import refused
-from deepep_moe.compat.deep_ep.streams import CommStream
+from deepep_moe.compat.deep_ep.streams import BackOnFailure, CommStream
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
 from deepep_moe.exchange import buffer as exchange
 from deepep_moe.exchange.handle import DispatchOutput
@@ -167,11 +167,8 @@ class Buffer(Suspending, LowLatencyCalls):
         """
         self._buffers.check_alive()
         callers = self._stream.begin(topk_idx, previous_event, async_finish)
-        try:
+        with BackOnFailure(callers):
             layout = _layout(topk_idx, as_int("num_experts", num_experts), self.group_size, self._buffers.num_nodes)
-        except BaseException:
-            self._stream.abort(callers)
-            raise
         return *layout, self._stream.end(callers, async_finish, (topk_idx,), layout)
 
     def dispatch(
@@ -223,7 +220,7 @@ class Buffer(Suspending, LowLatencyCalls):
         except (TypeError, ValueError) as error:
             raise (handle.buffer if isinstance(handle, Handle) else self._buffers).refuse(error) from None
         routed: tuple[Any, ...] = (None, None, None, None)
-        try:
+        with BackOnFailure(callers):
             if handle is not None:
                 buffer = self._buffers.checked(handle, Handle).buffer
                 out = dispatch_along(buffer, x, in_rows(x_scales, x), handle.along, num_sms=num_sms, topk_idx=topk_idx)
@@ -231,9 +228,6 @@ class Buffer(Suspending, LowLatencyCalls):
                 routing = is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens
                 out, routed = self._send(x, in_rows(x_scales, x), *routing, num_sms)
             recv_scales = as_given(out.recv_x_scales, x_scales)
-        except BaseException:
-            self._stream.abort(callers)
-            raise
         inputs = x, x_scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert
         event = self._stream.end(callers, async_finish, inputs, (out.recv_x, recv_scales, *routed[:2]))
         recv_topk_idx, recv_topk_weights, counts, new_handle = routed
@@ -305,12 +299,9 @@ class Buffer(Suspending, LowLatencyCalls):
             callers = self._stream.begin(x, previous_event, async_finish)
         except TypeError as error:
             raise buffer.refuse(error) from None
-        try:
+        with BackOnFailure(callers):
             rows, weights, added = buffer.calls.refuse_on_failure(combine_arguments, x, topk_weights, bias)
             combined_x, back = combine_along(buffer, rows, along, weights, added, num_sms)
-        except BaseException:
-            self._stream.abort(callers)
-            raise
         inputs = (x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)))
         return combined_x, back, self._stream.end(callers, async_finish, inputs, (combined_x, back))
 

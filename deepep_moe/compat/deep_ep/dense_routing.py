@@ -7,12 +7,6 @@ from torch import Tensor
 from deepep_moe.ops.lanes import lanes_of_map
 
 
-def to_dense(topk_idx: Tensor, values: Tensor, num_experts: int) -> Tensor:
-    """Return [num_tokens, num_experts] with `values` [num_tokens, num_topk] in the columns of their experts, else 0."""
-    dense = values.new_zeros(topk_idx.shape[0], num_experts + 1)
-    return dense.scatter_(1, topk_idx.long() + 1, values)[:, 1:].contiguous()  # lanes without an expert write column 0, which is dropped
-
-
 def first_lanes(routing_map: Tensor, num_topk: int) -> tuple[Tensor, Tensor]:
     """Return topk_idx [num_tokens, num_topk] int64 of `routing_map` [num_tokens, num_experts] bool, a token's first `num_topk` experts,
     ascending, then -1; and [] bool: has any token more?"""
@@ -75,8 +69,3 @@ def experts_only(topk_idx: Tensor, num_experts: int) -> Tensor:
     """Return `topk_idx` int64 with -1 for every index that is no expert. HybridEP ignores such indices, and callers mark padding so."""
     topk_idx = topk_idx.long()
     return topk_idx.clamp(min=-1).masked_fill_(topk_idx >= num_experts, -1)
-
-
-def local_routing_map(topk_idx: Tensor, num_local_experts: int) -> Tensor:
-    """Return [num_rows, num_local_experts] bool of `topk_idx` [num_rows, num_topk] of local experts, -1 = none."""
-    return to_dense(topk_idx, torch.ones_like(topk_idx, dtype=torch.bool), num_local_experts)

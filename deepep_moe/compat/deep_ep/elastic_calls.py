@@ -15,7 +15,7 @@ from deepep_moe.compat.deep_ep.core import GrowingBuffers, members_of
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
-from deepep_moe.compat.deep_ep.streams import CommStream
+from deepep_moe.compat.deep_ep.streams import BackOnFailure, CommStream
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.suspension import Suspending
@@ -124,7 +124,7 @@ class BufferOfGroup(Suspending):
             callers = self._stream.begin(rows, after[0], is_async, after[1])
         except (TypeError, ValueError) as error:
             raise (handle.buffer if isinstance(handle, EPHandle) else buffers).refuse(error) from None
-        try:
+        with BackOnFailure(callers):
             sent = None if scales is None else in_rows(scales, rows)
             if handle is None:
                 out, handle = self._send(rows, sent, routing, do_expand, senders, is_deferred)
@@ -138,9 +138,6 @@ class BufferOfGroup(Suspending):
                 out = dispatch_along(buffer, rows, sent, handle.native, weights, senders or None, topk_idx, return_hook=is_deferred)
             if stats is not None:
                 stats.add_(out.num_recv_tokens_per_expert)
-        except BaseException:
-            self._stream.abort(callers)
-            raise
         if not (is_async or is_deferred):
             recv_x = out.recv_x if scales is None else _with_scales(out, scales, by_column)
             return recv_x, out.recv_topk_idx, out.recv_topk_weights, handle, EventOverlap()
@@ -164,15 +161,12 @@ class BufferOfGroup(Suspending):
             callers = self._stream.begin(x, after[0], is_async, after[1])
         except (TypeError, ValueError) as error:
             raise buffer.refuse(error) from None
-        try:
+        with BackOnFailure(callers):
             rows, weights, added = buffer.calls.refuse_on_failure(combine_arguments, x, topk_weights, bias)
             if is_deferred and weights is None and rows.shape[-1:] == (buffer.hidden,):
                 combined, hook = buffer.combine(rows, handle.native, bias=added, num_sms=senders, return_hook=True)
             else:
                 combined, back = combine_along(buffer, rows, handle.native, weights, added, senders)
-        except BaseException:
-            self._stream.abort(callers)
-            raise
         if not (is_async or is_deferred):
             return combined, back, EventOverlap()
         inputs = x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)), *handle.native.tensors

@@ -13,7 +13,7 @@ from deepep_moe import _C, config
 from deepep_moe.arguments import as_int, check_tensor
 from deepep_moe.compat.deep_ep.arguments import checked_routing, combine_arguments, detached, rows_and_scales
 from deepep_moe.compat.deep_ep.core import GrowingBuffers, members_of
-from deepep_moe.compat.deep_ep.dense_routing import experts_only, first_lanes, keep_nothing, keep_within, to_dense
+from deepep_moe.compat.deep_ep.dense_routing import experts_only, first_lanes, keep_nothing, keep_within
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.hybrid_handle import HybridConfig, HybridHandle
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
@@ -24,6 +24,7 @@ from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import agree
 from deepep_moe.group.settings import MAX_NUMBER
 from deepep_moe.group.suspension import Suspending
+from deepep_moe.ops.dense import to_dense
 from deepep_moe.ops.lanes import dense_of_lanes, lanes_of_map, weights_at
 from deepep_moe.torch_module import needed
 
@@ -416,9 +417,9 @@ def indices_to_map(topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens:
     """
     if topk_idx.shape[0] != num_of_tokens:
         raise ValueError(f"topk_idx has {topk_idx.shape[0]} rows and num_of_tokens is {num_of_tokens}; give as many rows")
-    chosen = torch.ones_like(topk_idx, dtype=torch.bool)
-    probs = None if topk_weights is None else to_dense(topk_idx, topk_weights.float(), num_of_experts)
-    return to_dense(topk_idx, chosen, num_of_experts), probs
+    weights = torch.ones_like(topk_idx, dtype=torch.float32) if topk_weights is None else topk_weights.float()
+    probs, routing_map = to_dense(topk_idx, weights, num_of_experts)
+    return routing_map, None if topk_weights is None else probs
 
 
 def _bound_of(num_permuted_tokens: Any) -> int | None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from deepep_moe.compat.deep_ep.core import check_knows_tokens
-from deepep_moe.compat.deep_ep.dense_routing import local_routing_map
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchHandle
+from deepep_moe.ops.routing import is_token_in_rank
 
 
 class HybridConfig(SimpleNamespace):
@@ -78,11 +78,11 @@ class HybridHandle(Sequence[Any]):
         num_tokens, num_local_experts = int(self.num_dispatched_tokens_tensor), self.buffer.num_local_experts
         if self.native.layout == "rank":
             assert self.native.recv_topk_idx is not None
-            return local_routing_map(self.native.recv_topk_idx[:num_tokens], num_local_experts)
+            return is_token_in_rank(self.native.recv_topk_idx[:num_tokens], num_local_experts, 1)
         rows = self.native.recv_row_idx[:num_tokens]
         ends = self.native.num_rows_per_expert.cumsum(0)
         experts = torch.searchsorted(ends, rows.long(), right=True).masked_fill(rows < 0, -1)
-        return local_routing_map(experts, num_local_experts)
+        return is_token_in_rank(experts, num_local_experts, 1)
 
     @cached_property
     def _items(self) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from deepep_moe.compat.deep_ep.arguments import detached
 from deepep_moe.compat.deep_ep.events import EventOverlap
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.low_latency_buffers import DispatchHandle, LowLatencyBuffers, Waits, size_hint
-from deepep_moe.compat.deep_ep.streams import CommStream
+from deepep_moe.compat.deep_ep.streams import BackOnFailure, CommStream
 from deepep_moe.errors import EPMismatchError
 from deepep_moe.library import untraced
 from deepep_moe.low_latency.handle import LowLatencyOutput
@@ -275,11 +275,8 @@ class LowLatencyCalls:
         """Return what `send()` returns, run where V1 runs a call on `x`, and the event of the call. It reads the tensors `inputs`, and has
         made those that `tensors_of` names."""
         callers = self._stream.begin(x, None, is_async)
-        try:
+        with BackOnFailure(callers):
             outputs = send()
-        except BaseException:
-            self._stream.abort(callers)
-            raise
         return outputs, self._stream.end(callers, is_async, inputs, tensors_of(outputs))
 
 

@@ -26,8 +26,8 @@ class CommStream:
         return self._stream
 
     def begin(self, x: object, previous_event: object, is_async: bool, also: object = None) -> "torch.cuda.Stream | None":
-        """Let what follows run where the call on `x` runs, after the events `previous_event` and `also`. Return what `end` and `abort`
-        want: the caller's stream of an asynchronous call, else None. Raises TypeError for what is no event."""
+        """Let what follows run where the call on `x` runs, after the events `previous_event` and `also`. Return what `end` and
+        `BackOnFailure` want: the caller's stream of an asynchronous call, else None. Raises TypeError for what is no event."""
         event = None if previous_event is None else recorded_of(previous_event)
         later = None if also is None else recorded_of(also)
         has_to_wait = is_async or event is not None or later is not None
@@ -62,8 +62,16 @@ class CommStream:
                     tensor.record_stream(callers)
         return EventOverlap(event)
 
-    @staticmethod
-    def abort(callers: "torch.cuda.Stream | None") -> None:
-        """Return to the caller's stream after a call that failed."""
-        if callers is not None:
-            torch.cuda.set_stream(callers)
+
+class BackOnFailure:
+    """Returns to the caller's stream if the call in the block fails."""
+
+    def __init__(self, callers: "torch.cuda.Stream | None") -> None:
+        self._callers = callers
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None and self._callers is not None:
+            torch.cuda.set_stream(self._callers)

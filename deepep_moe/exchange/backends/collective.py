@@ -35,7 +35,8 @@ from deepep_moe.exchange.backends.two_hops import Step, Steps, Sums, TwoHops, pi
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.group.rendezvous import Exchange, Introduction, culprit_behind, hang_up, is_of_handler, moves_cpu_tensors
 from deepep_moe.group.settings import Settings
-from deepep_moe.ops.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_copies, refuse_bad_routing
+from deepep_moe.ops.lanes import count_lanes
+from deepep_moe.ops.routing import refuse_bad_copies, refuse_bad_routing
 
 _Result = TypeVar("_Result")
 _Owe = Callable[[Tensor, list[int]], Callable[[], _Result]]
@@ -111,8 +112,7 @@ class CollectiveBackend(Backend):
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         s, topk_idx = self.settings, args.topk_idx
         refuse_bad_routing(topk_idx, s.num_experts)
-        per_rank = is_token_in_rank(topk_idx, s.num_ranks, s.num_local_experts).sum(0)
-        per_expert = num_tokens_per_expert(topk_idx, s.num_experts)
+        per_rank, per_expert, _ = count_lanes(topk_idx, s.num_experts, s.num_ranks)
         narrow_topk_idx = topk_idx.to(torch.int32, copy=True).contiguous()
 
         def owe(counts: Tensor, num_to_forward: list[int]) -> Callable[[], list[Tensor]]:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
 
-from deepep_moe.exchange.by_expert import split_rows
+from deepep_moe.exchange.by_expert import Split, rows_of_all, split_rows
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights, Reader, name_of, read_known
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
 from deepep_moe.library import Context, Function
@@ -42,7 +42,7 @@ def run_grouped(weights: Sequence[ExpertWeights], parts: Sequence[Tensor]) -> li
     """
     counts = [part.shape[-2] for part in parts]
     y = run_joined(weights, (_Joined.apply(*parts),), counts[: len(weights)])
-    return list(_Apart.apply(y, counts, parts[0].shape[:-2]))
+    return list(Split.apply(y, counts, parts[0].shape[:-2]))
 
 
 def run_joined(
@@ -298,36 +298,9 @@ class _Joined(Function):
     @staticmethod
     def forward(ctx: Context, *parts: Tensor) -> Tensor:
         ctx.counts, ctx.leading = [part.shape[-2] for part in parts], parts[0].shape[:-2]
-        return _joined(parts)
+        return rows_of_all(parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, ...]:
         return split_rows(grad, ctx.counts, ctx.leading)
-
-
-class _Apart(Function):
-    """Splits the rows of all experts in one tensor into those of each."""
-
-    @staticmethod
-    def forward(ctx: Context, rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
-        return split_rows(rows, counts, leading)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _joined(grads), None, None
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return all rows as a view, if they lie one behind another in one memory, else as a copy."""
-    hidden, filled = parts[0].shape[-1], [part for part in parts if part.numel()]
-    if len(filled) < 2:
-        return (filled or parts)[0].reshape(-1, hidden)
-    memory, end = filled[0].untyped_storage().data_ptr(), filled[0].data_ptr()
-    for part in filled:
-        if part.data_ptr() != end or part.untyped_storage().data_ptr() != memory or not part.is_contiguous():
-            return torch.cat([rows.reshape(-1, hidden) for rows in filled])
-        end += part.numel() * part.element_size()
-    num_rows = sum(part.shape[-2] for part in filled)
-    return filled[0].detach().as_strided((num_rows, hidden), (hidden, 1))

@@ -7,6 +7,7 @@ import torch
 from deepspeed_cases import HIDDEN, Expert, logged, read_expert, sequential
 from torch import nn
 
+from deepep_moe.exchange.by_expert import rows_of_all
 from deepep_moe.integrations.deepspeed.expert_weights import read_known
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.nn import SwiGLU
@@ -229,8 +230,8 @@ def test_a_weight_that_changes_before_the_backward_is_seen():
 def test_rows_that_lie_together_are_not_copied():
     rows = torch.randn(7, 4)
     parts = torch.split_with_sizes(rows.view(1, 1, 7, 4), [3, 0, 4], -2)
-    assert grouped._joined(parts).data_ptr() == rows.data_ptr() and torch.equal(grouped._joined(parts), rows)
-    assert torch.equal(grouped._joined((parts[2], parts[1], parts[0])), torch.cat((rows[3:], rows[:3])))
-    assert torch.equal(grouped._joined([part * 2 for part in parts]), rows * 2)
-    assert grouped._joined((parts[1], parts[1])).shape == (0, 4)
-    assert grouped._joined((parts[1], parts[2])).data_ptr() == parts[2].data_ptr()
+    assert rows_of_all(parts).data_ptr() == rows.data_ptr() and torch.equal(rows_of_all(parts), rows)
+    assert torch.equal(rows_of_all((parts[2], parts[1], parts[0])), torch.cat((rows[3:], rows[:3])))
+    assert torch.equal(rows_of_all([part * 2 for part in parts]), rows * 2)
+    assert rows_of_all((parts[1], parts[1])).shape == (0, 4)
+    assert rows_of_all((parts[1], parts[2])).data_ptr() == parts[2].data_ptr()
