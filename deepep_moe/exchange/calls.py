@@ -62,16 +62,6 @@ ENDS = (_StopRecomputationError, GeneratorExit)
 PASS_FAILED = RuntimeError("its backward pass failed; see its output for the error")
 _PASS_FAILED = describe(PASS_FAILED)
 
-_num_forks = 0  # forks between the first process and this one
-
-
-def _forked() -> None:
-    global _num_forks
-    _num_forks += 1
-
-
-os.register_at_fork(after_in_child=_forked)
-
 
 def calls_of(number: int) -> "Calls":
     """Return the calls that operators and handles know as `number`."""
@@ -104,7 +94,7 @@ class Calls:
         """The asynchronous call made last, until its end is seen."""
         self._num_submitted = 0  # the number of the call in flight, which the thread may not have entered yet
         self._earlier_failure: Exception | None = None  # the failure of an earlier call, raised once the present call is made
-        self._process_id, self._num_forks = os.getpid(), _num_forks
+        self._process_id = os.getpid()
         live_calls[self.number] = self
 
     # ---- properties ----
@@ -137,7 +127,7 @@ class Calls:
 
         The call uses `handle`. With `waits` its host waits for counts; with `is_async` part of it stays in flight.
         """
-        if self.native is None or self._num_forks != _num_forks:
+        if self.native is None or self._process_id != os.getpid():
             return None
         if self.in_flight is not None:
             if self.in_flight.is_enqueued:
@@ -363,7 +353,7 @@ class Calls:
 
     def tell(self, reason: str, cause: Cause = Cause.OTHER) -> None:
         """Do what `refuse` does, with a reason in the form that `describe` returns."""
-        if self._num_forks != _num_forks or is_dry_run():
+        if self._process_id != os.getpid() or is_dry_run():
             return  # a forked process would write to its owner's connections, and a dry run makes no call
         with unwatched():
             if not self._is_capturing():
@@ -450,7 +440,7 @@ class Calls:
 
     def _refuse_other_process(self) -> None:
         """Raise BufferDestroyedError in a process forked from the buffer's owner: its thread and GPU do not exist there."""
-        if self._num_forks != _num_forks:
+        if self._process_id != os.getpid():
             raise BufferDestroyedError(
                 f"this buffer belongs to process {self._process_id}, this is process {os.getpid()}, forked from it; "
                 "create a Buffer in each process"

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import check_choice, check_owns_memory, check_tensor, lacks_memory
+from deepep_moe.arguments import check_choice, check_is_tensor, check_owns_memory, check_tensor, lacks_memory
 from deepep_moe.device import FLOATS
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import refuse_watchers
@@ -44,8 +44,7 @@ def _check_no_gradient(name: str, x: Tensor) -> None:
 
 
 def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], backend: LowLatencyBackend) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+    check_is_tensor(name, x)
     check_owns_memory(name, x)
     if x.device != backend.device:
         raise ValueError(
@@ -96,8 +95,7 @@ def check_dispatch(
             f"{s.num_max_tokens_per_rank // s.lanes}; "
             "create the LowLatencyBuffer with a larger bound"
         )
-    if not isinstance(scale_format, str) or scale_format not in _SCALE_FORMATS:
-        raise ValueError(f"scale_format is {scale_format!r}; it must be one of {list(_SCALE_FORMATS)}")
+    check_choice("scale_format", scale_format, list(_SCALE_FORMATS))
     if fp8:
         _check_blocks(s)
     elif scale_format != "fp32":

@@ -110,14 +110,15 @@ def routed_experts(
         check_is_tensor("the output of the shared expert", shared)
     yield
     with span("receive dispatch"):
-        _received(out.hook)
+        assert out.hook is not None  # as calls with return_hook=True have one
+        out.hook()
     with span("experts"):
         y = experts(out.recv_x, out.num_recv_tokens_per_expert, *([out.recv_x_scales] if fp8 else []))
     with span("send combine"):
         combined: tuple[Tensor, Callable[[], None]] = buffer.combine(y, out.handle, wire=wire, return_hook=True)
     yield
     with span("receive combine"):
-        _received(combined[1])
+        combined[1]()
     return combined[0] if shared is None else combined[0] + shared
 
 
@@ -173,8 +174,3 @@ def overlapped(*batches: Generator[object, None, T], timeline: Timeline | None =
             except StopIteration as over:
                 results[index] = over.value
     return [results[index] for index in range(len(batches))]
-
-
-def _received(hook: Callable[[], None] | None) -> None:
-    assert hook is not None, "calls with return_hook=True have one"
-    hook()

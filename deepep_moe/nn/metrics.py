@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.nn.overload import NUM_CALLS, overloads
 from deepep_moe.nn.writers import EventFile, JsonLines, rank_in_job, routing_trace
-from deepep_moe.ops.dense import nodes_per_token
+from deepep_moe.ops.lanes import nodes_per_token
 
 __all__ = ["EventFile", "JsonLines", "LayerMetrics", "LayerReport", "Metrics"]
 OVERLOADS = ("rank_overload", "max_rank_overload", "max_vio")  # fields of a report that are written as scalars

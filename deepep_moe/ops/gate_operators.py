@@ -8,7 +8,7 @@ from torch import Tensor
 from deepep_moe import _C, reference, torch_module
 from deepep_moe.device import device_index, is_gpu, readable
 from deepep_moe.library import Context, call, register
-from deepep_moe.ops.dense import to_dense
+from deepep_moe.ops.lanes import to_dense
 from deepep_moe.ops.routing import is_token_in_rank
 
 EPSILON = 1e-20  # kWeightEpsilon of csrc/common/gate.h

@@ -160,7 +160,8 @@ def test_stub_names_what_the_module_has():
     from deepep_moe import _C
 
     stub = ast.parse((ROOT / "deepep_moe" / "_C.pyi").read_text())
-    typed = {node.name for node in stub.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    typed = {node.name for node in stub.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_")}
+    classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
     typed |= {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
     gpu_only = {name for name in typed if name.lower().startswith(("gpu", "max_gpu", "nvlink", "shim"))}
     if not _C.build_info()["nvlink"]:
@@ -169,7 +170,8 @@ def test_stub_names_what_the_module_has():
     assert typed == present
     for node in stub.body:
         if isinstance(node, ast.ClassDef) and node.name in present:
-            members = {m.target.id if isinstance(m, ast.AnnAssign) else m.name for m in node.body if not isinstance(m, ast.Expr)}
+            bodies = [*node.body, *(m for base in node.bases for m in classes[base.id].body)]
+            members = {m.target.id if isinstance(m, ast.AnnAssign) else m.name for m in bodies if not isinstance(m, ast.Expr)}
             members = {name for name in members if not name.startswith("_")}
             there = {name for name in vars(getattr(_C, node.name)) if not name.startswith("_")}
             assert members <= there, f"{node.name}: {members - there} are not in the module"

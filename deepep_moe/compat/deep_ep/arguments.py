@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe._C import SCALE_BLOCK
+from deepep_moe.arguments import check_is_tensor
 from deepep_moe.ops import ue8m0
 
 
@@ -31,10 +32,9 @@ def _num_scales(x: Tensor) -> int:
     return -(-x.shape[1] // SCALE_BLOCK)
 
 
-def checked_routing(topk_idx: object) -> Tensor:
+def checked_routing(topk_idx: Tensor) -> Tensor:
     """Return `topk_idx` [num_tokens, num_topk]. Raises TypeError, or ValueError for another shape; the dispatch checks the rest."""
-    if not isinstance(topk_idx, Tensor):
-        raise TypeError(f"topk_idx is a {type(topk_idx).__name__}; it must be a torch.Tensor")
+    check_is_tensor("topk_idx", topk_idx)
     if topk_idx.dim() != 2:
         raise ValueError(f"topk_idx has shape {list(topk_idx.shape)}; it must be [num_tokens, num_topk]")
     return topk_idx
@@ -62,11 +62,9 @@ def detached(tensor: Tensor) -> Tensor:
 def combine_arguments(x: Any, topk_weights: Any, bias: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the rows, the weights to come back and the bias of a combine, without gradient. Raises TypeError or ValueError for what is no
     tensor; the combine checks the rest. The biases of a pair are added first, in their dtype."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
+    check_is_tensor("x", x)
     if topk_weights is not None:
-        if not isinstance(topk_weights, Tensor):
-            raise TypeError(f"topk_weights is a {type(topk_weights).__name__}; it must be a torch.Tensor")
+        check_is_tensor("topk_weights", topk_weights)
         topk_weights = detached(topk_weights).contiguous()
     if bias is not None:
         pair = bias if isinstance(bias, (tuple, list)) else (bias, None)

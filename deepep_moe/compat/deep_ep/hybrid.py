@@ -24,8 +24,7 @@ from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import agree
 from deepep_moe.group.settings import MAX_NUMBER
 from deepep_moe.group.suspension import Suspending
-from deepep_moe.ops.dense import to_dense
-from deepep_moe.ops.lanes import dense_of_lanes, lanes_of_map, weights_at
+from deepep_moe.ops.lanes import dense_of_lanes, lanes_of_map, to_dense, weights_at
 from deepep_moe.torch_module import needed
 
 _FP8 = torch.float8_e4m3fn

@@ -39,10 +39,10 @@ from deepep_moe.integrations.deepspeed.options import Layer
 from deepep_moe.library import untraced
 from deepep_moe.nn.balance import Copies, Parts, Planned
 from deepep_moe.nn.metrics import LayerMetrics
-from deepep_moe.ops.dense import nodes_per_token
 from deepep_moe.ops.fp8_kept import KeptWeights
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT
 from deepep_moe.ops.grouped_products import has_kernels
+from deepep_moe.ops.lanes import nodes_per_token
 
 _UNTIMED = contextlib.nullcontext()
 

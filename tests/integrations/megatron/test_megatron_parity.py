@@ -7,8 +7,7 @@ import torch
 from megatron_cases import BF16, HIDDEN, RECOMPUTED, SOFTMAX, assert_same, draw, forward_backward, layer_of, model_parallel
 from on_ranks import on_ranks
 
-from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
-from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp
+from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher, choice_of_shards, repeat_for_tp
 from deepep_moe.testing import run_ranks
 
 pytest.importorskip("megatron.core")
