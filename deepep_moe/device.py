@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from deepep_moe import _C, torch_module
 
+_Result = TypeVar("_Result")
 GPU = "cuda"
 """The type of the devices that the CUDA kernels serve."""
 
@@ -71,10 +72,10 @@ def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if tensor.device.index in (None, torch.cuda.current_device()) else torch.cuda.device(tensor.device)
 
 
-def launch(kernel: Callable[..., None], *arguments: object, on: Tensor) -> None:
+def launch(kernel: Callable[..., _Result], *arguments: object, on: Tensor) -> _Result:
     """Call a kernel of `_C` for the GPU of the tensor `on`: its last argument is the current stream there."""
     with on_device(on):
-        kernel(*arguments, current_stream(on.device))
+        return kernel(*arguments, current_stream(on.device))
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from benchmarks.layers.megatron_steps import te_version
+from deepep_moe.integrations.common.patches import Patches
 from deepep_moe.integrations.megatron.config_switches import selection
-from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.library import Function
 
 

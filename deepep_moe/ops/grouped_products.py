@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.device import current_stream, is_gpu, on_device
+from deepep_moe.device import is_gpu, launch
 from deepep_moe.ops.weighted import aligned
 
 _log = logging.getLogger(__name__)
@@ -60,8 +60,7 @@ class Groups:
     def clear_tail(self, values: Tensor) -> Tensor:
         """Set the tail of values [num_rows, ...] to zero, in place, and return them."""
         if self._sizes is None and _has_whole_pieces(values):
-            with on_device(values):
-                _C.gpu_clear_tail(values, self.offsets, current_stream(values.device))
+            launch(_C.gpu_clear_tail, values, self.offsets, on=values)
         elif self._sizes is None:
             values.masked_fill_(self._is_tail.view(-1, *[1] * (values.dim() - 1)), 0)
         elif (total := sum(self._sizes)) < self.num_rows:
@@ -206,8 +205,7 @@ def _add_products(grads: Tensor, rows: Tensor, groups: Groups, into: Tensor) -> 
         return False
     if into.shape != (len(groups.offsets), grads.shape[1], rows.shape[1]) or rows.dtype != grads.dtype:
         return False
-    with on_device(rows):
-        return _C.gpu_add_weight_gradients(aligned(grads), aligned(rows), groups.offsets, into, current_stream(rows.device))
+    return launch(_C.gpu_add_weight_gradients, aligned(grads), aligned(rows), groups.offsets, into, on=rows)
 
 
 def add_to(into: Tensor | None, gradients: Tensor) -> Tensor:

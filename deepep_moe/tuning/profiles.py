@@ -5,9 +5,9 @@ import contextlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from deepep_moe import config
 
@@ -15,7 +15,6 @@ FORMAT = 1
 _PACKAGED = Path(__file__).parent / "defaults"
 _NAME = "profiles.json"
 _MOST_BLOCKS = 4096
-_Record = TypeVar("_Record", "Machine", "Shape", "Values")
 
 
 @dataclass(frozen=True)
@@ -113,30 +112,25 @@ def as_text(profiles: Sequence[Profile]) -> str:
 
 
 def _profile(what: str, record: Any) -> Profile:
-    _check_names(what, record, Profile)
-    machine = _record(f"{what}: machine", Machine, record["machine"])
-    shape = _record(f"{what}: shape", Shape, record["shape"])
-    values = _record(f"{what}: values", Values, record["values"])
+    profile: Profile = _read(what, Profile, record)
     for name in ("num_sms", "num_sms_of_sums"):
-        if getattr(values, name) > machine.num_sms:
-            raise ValueError(f"{what}: {name!r} is {getattr(values, name)}, and its machine has {machine.num_sms} SMs")
-    return Profile(machine, shape, values, record["gain"], record["source"])
+        if getattr(profile.values, name) > profile.machine.num_sms:
+            raise ValueError(f"{what}: {name!r} is {getattr(profile.values, name)}, and its machine has {profile.machine.num_sms} SMs")
+    return profile
 
 
-def _record(what: str, cls: type[_Record], record: Any) -> _Record:
-    _check_names(what, record, cls)
+def _read(what: str, kind: Any, record: Any) -> Any:
+    """Return the dataclass `kind` of a record, with those in it."""
+    names = [each.name for each in fields(kind)]
+    if not isinstance(record, dict) or sorted(record) != sorted(names):
+        found = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
+        raise ValueError(f"{what} is {found}, not {', '.join(names)}")
     for name in record.keys() & _RANGES.keys():
         low, high = _RANGES[name]
         if type(record[name]) is not int or not low <= record[name] <= high:
             raise ValueError(f"{what}: {name!r} is {record[name]!r}, not a whole number from {low} to {high}")
-    return cls(**record)
-
-
-def _check_names(what: str, record: Any, cls: type) -> None:
-    names = [each.name for each in fields(cls)]
-    if not isinstance(record, dict) or sorted(record) != sorted(names):
-        found = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise ValueError(f"{what} is {found}, not {', '.join(names)}")
+    inner = {each.name: _read(f"{what}: {each.name}", each.type, record[each.name]) for each in fields(kind) if is_dataclass(each.type)}
+    return kind(**record | inner)
 
 
 # ---- files ----

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron_without_te import patch_modules
 
-from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.integrations.common.patches import Patches
 
 _log = logging.getLogger(__name__)
 

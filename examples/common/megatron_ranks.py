@@ -13,7 +13,7 @@ from gpu_ranks import take_gpu
 from megatron_cpu import disable_cpu, enable_cpu
 from megatron_without_te import disable_without_te, enable_without_te
 
-from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.integrations.common.patches import Patches
 from deepep_moe.integrations.megatron.plugin import disable, enable
 
 DEVICES = ("cpu", "cuda")

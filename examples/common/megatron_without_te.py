@@ -4,7 +4,7 @@ Megatron-Core's own local layers lack two modules that a DeepSeek-V3 needs. This
 layer (`megatron_cpu`) includes it. It is active between the two calls and puts back every symbol that it replaced.
 """
 
-from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.integrations.common.patches import Patches
 
 
 def patch_modules(patches: Patches) -> None:

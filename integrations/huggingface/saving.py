@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import inspect
 import json
 import os
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepep_moe.group.rendezvous import agree, check_same, hanging_up, moves_cpu_tensors
+from deepep_moe.integrations.common.patches import Patches
 from deepep_moe.integrations.huggingface.proof import WEIGHTS
 from deepep_moe.nn.rank_parameters import RankExperts
 
@@ -321,15 +321,9 @@ def install() -> None:
 def _around(owner: Any, name: str, call: Any) -> None:
     """Let `owner.name` do `call(stock, ...)` from now on, with what it was as `stock`."""
     stock = getattr(owner, name, None)
-    if stock is None or hasattr(stock, "knows_spread_models"):
-        return
-
-    @functools.wraps(stock)
-    def around(*args: Any, **kwargs: Any) -> Any:
-        return call(stock, *args, **kwargs)
-
-    around.knows_spread_models = True  # type: ignore[attr-defined]
-    setattr(owner, name, around)
+    if stock is not None and not hasattr(stock, "knows_spread_models"):
+        Patches().around(owner, name)(call)  # for good
+        getattr(owner, name).knows_spread_models = True
 
 
 def _save_on_all_ranks(save_model: Any, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> Any:

@@ -10,12 +10,12 @@ import torch.distributed as dist
 import deepep_moe
 from deepep_moe.errors import BufferDestroyedError, EPCapacityError
 from deepep_moe.exchange.growing import GrowingBuffer
+from deepep_moe.integrations.common.patches import Patches, Stock
 from deepep_moe.integrations.common.registry import BufferRegistry
 from deepep_moe.integrations.megatron.config_switches import is_ours
 from deepep_moe.integrations.megatron.cuda_graphs import holds_calls
 from deepep_moe.integrations.megatron.metrics import Metrics
 from deepep_moe.integrations.megatron.options import Config, Options
-from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.integrations.megatron.recv_capacity import (
     HOW_TO_GO_ON,
     JUDGES,

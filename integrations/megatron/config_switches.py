@@ -4,10 +4,9 @@ import contextlib
 import typing
 from typing import Any
 
-from deepep_moe.integrations.common.meanwhile import meanwhile
+from deepep_moe.integrations.common.patches import Patches, Stock, meanwhile
 from deepep_moe.integrations.megatron.cuda_graphs import moe_part_hidden
 from deepep_moe.integrations.megatron.options import Config, Options
-from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.integrations.megatron.recv_capacity import FACTOR_FIELD, capacity_factor_of
 from deepep_moe.integrations.megatron.shared_experts import SWITCH, check_shared_overlap
 

@@ -17,8 +17,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from deepep_moe.errors import EPError
-from deepep_moe.integrations.common.meanwhile import meanwhile
-from deepep_moe.integrations.megatron.patches import Patches, Stock
+from deepep_moe.integrations.common.patches import Patches, Stock, meanwhile
 from deepep_moe.integrations.megatron.stacked_checkpoint import by_expert, is_stacked
 
 _START = 64  # elements: parameters begin at multiples of it

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from deepep_moe.integrations.common.patches import Patches, Stock
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.megatron.config_switches import is_ours
 from deepep_moe.integrations.megatron.options import Config
-from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.library import Context, Function
 from deepep_moe.ops.gate import FullGateOutput, gate_full, why_not
 from deepep_moe.ops.lanes import weights_at

@@ -19,9 +19,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
+from deepep_moe.integrations.common.patches import Patches, Stock
 from deepep_moe.integrations.megatron.config_switches import is_ours
 from deepep_moe.integrations.megatron.options import Config, Options
-from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.integrations.megatron.stacked_checkpoint import mark_stack, stack_sharded
 from deepep_moe.nn.balance import Parts, Planned
 from deepep_moe.ops.fp8_kept import KeptWeights, NothingKept, is_captured

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepep_moe.integrations.megatron.patches import Patches, Stock
+from deepep_moe.integrations.common.patches import Patches, Stock
 from deepep_moe.nn.metrics import NUM_TOTALS, OVERLOADS, LayerMetrics, LayerReport
 from deepep_moe.nn.overload import overloads
 from deepep_moe.nn.writers import RoutingTrace, routing_trace

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from deepep_moe.arguments import as_int, check_choice
+from deepep_moe.arguments import as_float, as_int, check_choice
 from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.exchange.checks import check_max_sms, check_num_sms
 from deepep_moe.group.settings import SUMS
@@ -70,7 +70,5 @@ class Options:
 
 def check_capacity_factor(name: str, value: object) -> None:
     """Raise TypeError or ValueError for what is no factor."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}; it must be a number")
-    if not 0 < value < math.inf:
+    if not 0 < as_float(name, value) < math.inf:
         raise ValueError(f"{name} is {value!r}; it must be a positive number, 1 for an even share of all rows")

@@ -10,7 +10,7 @@ The experts' outputs may go: a combine keeps its handle only.
 import functools
 from typing import Any
 
-from deepep_moe.integrations.megatron.patches import Patches, Stock
+from deepep_moe.integrations.common.patches import Patches, Stock
 
 _FIRST_PARTS = ("attn", "pre_dispatch_computation")  # before 0.19, and from then on
 _OTHER_PARTS = ("post_attn", "mlp")  # 0.14 and 0.15; all

@@ -9,11 +9,11 @@ import functools
 import logging
 
 from deepep_moe.errors import EPError
+from deepep_moe.integrations.common.patches import Patches, Stock
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.megatron.buffers import LayerBuffers, serve_new_groups, serve_step_ends
 from deepep_moe.integrations.megatron.config_switches import is_ours, serve_config, why_off
 from deepep_moe.integrations.megatron.options import Config, Options, check_capacity_factor
-from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.nn.balance import Balance
 from deepep_moe.nn.metrics import LayerReport
 

@@ -15,7 +15,7 @@ import torch
 
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchHandle
-from deepep_moe.integrations.megatron.patches import Patches, Stock
+from deepep_moe.integrations.common.patches import Patches, Stock
 from deepep_moe.library import Context
 from deepep_moe.ops.copies import CopyPlan
 

@@ -12,7 +12,7 @@ from deepep_moe._C import MAX_TOPK
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.calls import notify_peers, notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
-from deepep_moe.integrations.common.meanwhile import meanwhile
+from deepep_moe.integrations.common.patches import meanwhile
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.autoep.router import BIAS, check_bias, has_moving_bias, move_with, restore_router, swap_router
 from deepep_moe.integrations.deepspeed.buffers import Plan, Swapped, groups_of, ready, unswap, why_not_served

@@ -8,7 +8,7 @@ import torch
 from deepspeed.moe.sharded_moe import TopKGate
 from torch import Tensor
 
-from deepep_moe.integrations.common.meanwhile import meanwhile
+from deepep_moe.integrations.common.patches import meanwhile
 from deepep_moe.integrations.deepspeed.native import gates
 
 

@@ -327,7 +327,7 @@ OPTIONS = [
     ({"fp8": True, "experts": "framework"}, ValueError, "fp8 is True, but experts is 'framework'"),
     (FP8 | {"expert_alignment": 16}, ValueError, "expert_alignment is 16, but fp8 experts need a multiple of 128"),
     ({"recv_capacity_factor": 2.0}, ValueError, "recv_capacity_factor is given without sync_free"),
-    (SYNC_FREE | {"recv_capacity_factor": "2"}, TypeError, "recv_capacity_factor is '2'; it must be a number"),
+    (SYNC_FREE | {"recv_capacity_factor": "2"}, TypeError, "recv_capacity_factor is '2'; it must be a float"),
     (SYNC_FREE | {"recv_capacity_factor": 0.0}, ValueError, "recv_capacity_factor is 0.0; it must be a positive number"),
     (SYNC_FREE | {"recv_capacity_factor": float("nan")}, ValueError, "recv_capacity_factor is nan"),
 ]

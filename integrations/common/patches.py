@@ -1,8 +1,9 @@
-"""Replace symbols of other libraries, and put them back."""
+"""Replace symbols of other libraries, or attributes of their objects, and put them back."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 Stock = Callable[..., Any]
@@ -50,3 +51,15 @@ class Patches:
 def _own(owner: object, name: str) -> object:
     """Return what `owner` itself, not a base of it, has under this name."""
     return vars(owner).get(name, _MISSING) if hasattr(owner, "__dict__") else getattr(owner, name)  # without one it has slots
+
+
+@contextlib.contextmanager
+def meanwhile(owner: object, **values: object) -> Iterator[None]:
+    """Let the attributes of `owner`, which it has, have these values. They bypass `__setattr__`, which takes longer for modules."""
+    attributes = owner.__dict__
+    saved = {name: getattr(owner, name) for name in values}
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        attributes.update(saved)
