@@ -68,7 +68,7 @@ def untraced(function: _Function) -> _Function:
 def register_operator(schema: str, implementation: _Implementation, fake: _Implementation, *gradient: _Implementation) -> str:
     """Define the operator `deepep_moe::<schema>`, and return its name. gradient: what saves for the backward, and the backward, if it has
     one."""
-    name = _library.define(schema)
+    name: str = _library.define(schema)
     # After a break of a graph Dynamo looks at every Python function that is called, those that an operator calls too.
     _library.impl(name, _disable_dynamo(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"deepep_moe::{name}", fake, lib=_library)

@@ -146,7 +146,7 @@ class RailMemory(GpuMemory):
             )
         s = self.settings
         ranks = range(s.node * s.ranks_per_node, (s.node + 1) * s.ranks_per_node)
-        mapped = [self._address if rank == s.rank else world.mapped(self._address, rank) for rank in ranks]
+        mapped = [self._address if rank == s.rank else world.module.mapped(self._address, world.pe_of[rank]) for rank in ranks]
         if lost := [rank for rank, address in zip(ranks, mapped, strict=True) if address == 0]:
             raise RuntimeError(
                 f"NVSHMEM has not mapped the memory of rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of the same node, "

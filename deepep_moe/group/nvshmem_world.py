@@ -129,11 +129,6 @@ class World:
                 return
         raise ValueError(f"address is {address:#x}; it must be one that allocate returned and that is not free")
 
-    def mapped(self, address: int, rank: int) -> int:
-        """Return where this GPU reaches, by loads, what another rank has at `address` of its symmetric heap; 0 where it does not."""
-        mapped: int = self.module.mapped(address, self.pe_of[rank])
-        return mapped
-
     def quiet(self) -> bool:
         return quiet()
 

@@ -132,15 +132,15 @@ class Copies:
     @torch.inference_mode(False)  # training uses the memory too
     def __init__(self, balance: Balance, weights: Parts, buffer: Buffer):
         num_ranks, dtype, self._num_local = buffer.num_ranks, weights.up.dtype, len(weights.up)
-        self.sizes, self._rank, self._num_slots, self._cost = sizes_of(weights, buffer), buffer.rank, balance.num_slots, balance.cost
+        self.sizes, self._rank, self.num_slots, self._cost = sizes_of(weights, buffer), buffer.rank, balance.num_slots, balance.cost
         self._num_experts = num_ranks * self._num_local
-        if num_ranks > MAX_SLOTS or dtype not in FLOATS or self._num_slots > self._num_experts:
+        if num_ranks > MAX_SLOTS or dtype not in FLOATS or self.num_slots > self._num_experts:
             raise ValueError(
                 f"balance serves up to {MAX_SLOTS} ranks, experts in {list(FLOATS)}, and no more slots than experts; these are "
-                f"{num_ranks}, {dtype}, {self._num_slots} and {self._num_experts}"
+                f"{num_ranks}, {dtype}, {self.num_slots} and {self._num_experts}"
             )
         width = -(-self._num_experts // _WORDS) * _WORDS
-        shapes = [(self._num_slots, *weight.shape[1:]) for weight in weights]
+        shapes = [(self.num_slots, *weight.shape[1:]) for weight in weights]
         bytes_of = [2 * torch.Size(shape).numel() * dtype.itemsize for shape in shapes] + [num_ranks * width * 4]
         backend = buffer.backend if buffer.backend == "nvlink" else "collective"
         self.slots = ExpertSlots(buffer._group, sum(bytes_of) + 5 * ALIGNMENT, backend=backend)
@@ -196,7 +196,7 @@ class Copies:
         self.slots.fetch(self._all, self._counts, own)
         self._counts[self._rank] = own[0]
         counts = self._counts[:, : self._num_experts]
-        plan = plan_copies(topk_idx, counts, self._rank, num_slots=self._num_slots, cost=self._cost, capacity=capacity)
+        plan = plan_copies(topk_idx, counts, self._rank, num_slots=self.num_slots, cost=self._cost, capacity=capacity)
         return self.follow(plan, weights, is_whole, capacity is not None)
 
     def follow(self, plan: CopyPlan, weights: Parts, is_whole: bool, is_bounded: bool) -> "Planned":
@@ -250,8 +250,7 @@ class Planned:
     """
 
     def __init__(self, copies: Copies, plan: CopyPlan, weights: Parts, is_whole: bool, is_bounded: bool):
-        self.plan, self.is_whole, self._is_bounded = plan, is_whole, is_bounded
-        self._copies, self._at_home = copies, weights
+        self.copies, self.plan, self._at_home, self.is_whole, self._is_bounded = copies, plan, weights, is_whole, is_bounded
 
     def run(
         self,
@@ -268,7 +267,7 @@ class Planned:
             counts: the rows of the experts and of the copies. They may be on a GPU, but for what `is_whole` and not bounded.
             main_grads: fp32 tensors for up and down, or None. The gradients of weights are added there, those of copies too.
         """
-        copies, num_local = self._copies, len(self._at_home.up)
+        copies, num_local = self.copies, len(self._at_home.up)
         held = (part.data for part in copies.weights)  # autograd is not to see that other layers use the memory
         weights = _Weights.apply(*self._at_home, *held, copies, self.plan, main_grads)
         self._grads: list[list[tuple[_Place, Tensor]]] = [[] for _ in tensors]
@@ -278,13 +277,6 @@ class Planned:
         y = product(tuple(rows for rows, _ in pairs), counts[:num_local], Parts(*weights[:2]), True)
         return self._add_guests(y, counts) if self.is_whole else y
 
-    @property
-    def num_slots(self) -> int:
-        return len(self._copies.weights.up)
-
-    def rows_of_experts(self) -> Tensor:
-        return self._copies.rows_of_experts()
-
     def end(self, y: Tensor, handle: DispatchHandle) -> Tensor:
         """Return y, the result of `run` for the rows of this handle, with the outputs of copies."""
         if self.is_whole:
@@ -292,17 +284,17 @@ class Planned:
         return self._add_guests(y, handle.num_rows_per_expert if self._is_bounded else handle.num_rows_per_expert_list)
 
     def _add_guests(self, y: Tensor, counts: Tensor | list[int]) -> Tensor:
-        self._copies.join()
+        self.copies.join()
         place, guests = _Place(counts, len(self._at_home.up)), None
         if not place.is_empty:
             parts = [_Guests.apply(rows, place, grads) for rows, grads in zip(self._rows, self._grads, strict=True)]
             guests = self._product(tuple(parts), self._in_slots, self._weights, False)
-        joined: Tensor = _Join.apply(y, guests, place, self._copies)
+        joined: Tensor = _Join.apply(y, guests, place, self.copies)
         return joined
 
     def fetch_in_backward(self, y: Tensor) -> Tensor:
         """Return y, the output of the layer, whose backward begins with a fetch, as other layers have used the slots. Collective then."""
-        fetched: Tensor = _Fetch.apply(y, *self._at_home, self._copies, self.plan)
+        fetched: Tensor = _Fetch.apply(y, *self._at_home, self.copies, self.plan)
         return fetched
 
 

@@ -345,7 +345,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         if first_run is None and forward.settle is None:
             self._record(out.handle)
         if counting is not None:
-            counting.count(forward.tokens_per_expert if planned is None else planned.rows_of_experts())
+            counting.count(forward.tokens_per_expert if planned is None else planned.copies.rows_of_experts())
             counting.count_nodes(self.topk_idx if planned is None else planned.plan.topk_idx, forward.buffer)
         if self._shared is not None:
             self._shared.after_dispatch(hidden_states, out.recv_x)

@@ -52,11 +52,6 @@ class HybridHandle(Sequence[Any]):
         return f"HybridHandle({len(self.topk_idx)} tokens sent, {self.native.num_rows} rows received, {self.buffer!r})"
 
     @property
-    def tokens_per_expert(self) -> Tensor:
-        """Return [num_local_experts] int32: rows of each local expert, without padding."""
-        return self.native.num_recv_tokens_per_expert
-
-    @property
     def is_bounded(self) -> bool:
         """Return whether its dispatch was given the number of rows, so that the host does not know their counts."""
         return self._has_dropped is not None
@@ -90,5 +85,5 @@ class HybridHandle(Sequence[Any]):
         received = (self.num_dispatched_tokens_tensor, self.local_expert_routing_map) if knows_tokens else (None, None)
         if self.native.layout == "rank":
             return None, None, None, *received, len(self.topk_idx), self.config
-        per_expert = self.tokens_per_expert, len(self.topk_idx), self.config
+        per_expert = self.native.num_recv_tokens_per_expert, len(self.topk_idx), self.config
         return None, None, None, *received, None, None, *per_expert, self.overflow_flag

@@ -185,7 +185,7 @@ class PackedMOELayer(Swapped, MOELayer):
         queued. Without `weights` the experts run one by one.
 
         planned: the copies of experts, which topk_idx chooses as the experts behind those of their rank."""
-        num_experts = self.num_local_experts + (0 if planned is None else planned.num_slots)
+        num_experts = self.num_local_experts + (0 if planned is None else planned.copies.num_slots)
         x, idx = x.contiguous(), widened(topk_idx, num_experts, self.deepep_moe_plan.num_local_experts)
         fp8: bool | str = BLOCKWISE if self.is_fp8 else False
         alignment, bound = GROUP_ALIGNMENT if fp8 else 1, None if fp8 or weights is None else GUESS
@@ -205,7 +205,7 @@ class PackedMOELayer(Swapped, MOELayer):
                     metrics.num_repeats += 1
         if planned is not None:
             outputs = notify_peers_on_failure(buffer, planned.end, outputs, out.handle)
-        count_rows(self, out.handle.num_rows_per_expert if planned is None else planned.rows_of_experts())
+        count_rows(self, out.handle.num_rows_per_expert if planned is None else planned.copies.rows_of_experts())
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
             combined: Tensor = buffer.combine(outputs, out.handle, None if fp8 else out.recv_topk_weights, fp8=fp8)
             return combined
@@ -217,7 +217,7 @@ class PackedMOELayer(Swapped, MOELayer):
         if self.is_fp8 and self.is_first_microbatch is not None and self.kept_weights is None:
             self.kept_weights = KeptWeights()
         # Experts of the buffer beyond those of this layer have no rows.
-        counts = out.handle.num_rows_per_expert[: self.num_local_experts + (0 if planned is None else planned.num_slots)]
+        counts = out.handle.num_rows_per_expert[: self.num_local_experts + (0 if planned is None else planned.copies.num_slots)]
         rows: tuple[Tensor, ...] = (out.recv_x,)
         kept = None
         if self.is_fp8 and out.recv_topk_weights is not None:
