@@ -62,20 +62,13 @@ HandleArg handle_of(py::handle handle) {
     return arg;
 }
 
-std::pair<int64_t, int64_t> plan(ShmExchange& self, DType dtype, py::handle args, const TensorArg& narrow_topk_idx,
-                                 const TensorArg& recv_counts, const TensorArg& num_recv_tokens_per_expert) {
+std::vector<int64_t> plan(ShmExchange& self, DType dtype, py::handle args, const TensorArg& own_counts, const TensorArg& all_counts) {
     const Layout layout = args.attr("layout").cast<std::string_view>() == "expert" ? Layout::kExpert : Layout::kRank;
     Signature signature{Operation::kDispatch, dtype, layout, args.attr("expert_alignment").cast<int>()};
     signature.has_weights = !args.attr("topk_weights").is_none(), signature.has_scales = !args.attr("x_scales").is_none();
-    const TensorArg topk_idx = tensor_of(args, "topk_idx");
-    const PlanParams params{signature,
-                            {topk_idx.as<const void*>(), topk_idx.element_bytes == 8, topk_idx.num_rows, narrow_topk_idx.as<int32_t*>()},
-                            args.attr("num_recv_rows").cast<int64_t>(),
-                            recv_counts.as<int32_t*>(),
-                            num_recv_tokens_per_expert.as<int32_t*>()};
+    const auto num_recv_rows = args.attr("num_recv_rows").cast<int64_t>();
     const py::gil_scoped_release released;
-    const PlanResult result = self.plan(params);
-    return {result.num_recv_tokens, result.num_rows};
+    return self.plan(signature, own_counts.as<const int32_t*>(), num_recv_rows, all_counts.as<int32_t*>());
 }
 
 DispatchParams params_of(const HandleArg& handle, py::handle args, py::handle rows, const TensorArg& recv_topk_idx, bool cached) {
@@ -101,8 +94,10 @@ DispatchParams params_of(const HandleArg& handle, py::handle args, py::handle ro
     };
 }
 
-void dispatch(ShmExchange& self, py::handle handle, py::handle args, py::handle rows, const TensorArg& recv_topk_idx) {
-    const DispatchParams params = params_of(handle_of(handle), args, rows, recv_topk_idx, false);
+void dispatch(ShmExchange& self, py::handle handle, py::handle args, py::handle rows, const TensorArg& recv_topk_idx,
+              const TensorArg& row_begin) {
+    DispatchParams params = params_of(handle_of(handle), args, rows, recv_topk_idx, false);
+    params.row_begin = row_begin.as<const int32_t*>();
     const py::gil_scoped_release released;
     self.dispatch(params);
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -59,15 +58,5 @@ struct CallError : std::runtime_error {
 struct DestroyedError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
-
-// Returns the text of an error for the peers: the name of its class in Python, a colon and its message.
-inline std::string describe(const std::exception& error) {
-    const char* name = "RuntimeError";
-    if (dynamic_cast<const std::invalid_argument*>(&error) != nullptr) name = "ValueError";
-    if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) name = "MemoryError";
-    if (dynamic_cast<const TimeoutError*>(&error) != nullptr) name = "EPTimeoutError";
-    if (dynamic_cast<const PeerError*>(&error) != nullptr) name = "EPPeerError";
-    return std::string(name) + ": " + error.what();
-}
 
 }  // namespace deepep_moe

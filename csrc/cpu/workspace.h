@@ -81,7 +81,7 @@ public:
         : config_(config),
           entries_offset_(align_up(sizeof(SegmentHeader), kCacheLine)),
           counts_offset_(entries_offset_ + kEntries * sizeof(Entry)),
-          counts_bytes_(align_up(sizeof(int32_t) * config.num_channels * (config.num_ranks + config.num_experts), kCacheLine)),
+          counts_bytes_(align_up(sizeof(int32_t) * num_counts(), kCacheLine)),
           control_offset_(counts_offset_ + kEntries * counts_bytes_),
           rings_offset_(align_up(control_offset_ + sizeof(RingControl) * config.num_ranks * config.num_channels, 4096)) {
         const SlotLayout largest(config.num_topk, sizeof(float) * config.hidden, 0);
@@ -90,8 +90,9 @@ public:
     }
 
     size_t entry(uint64_t sequence) const { return entries_offset_ + (sequence % kEntries) * sizeof(Entry); }
-    // int32 [num_channels, num_ranks] tokens for each rank, then int32 [num_channels, num_experts] rows for each expert
+    // int32 [num_channels, num_ranks + num_experts]: tokens for each rank, then for each expert
     size_t counts(uint64_t sequence) const { return counts_offset_ + (sequence % kEntries) * counts_bytes_; }
+    size_t num_counts() const { return size_t{1} * config_.num_channels * (config_.num_ranks + config_.num_experts); }
     size_t control(int source, int channel) const { return control_offset_ + sizeof(RingControl) * index(source, channel); }
     size_t ring(int source, int channel) const { return rings_offset_ + ring_bytes_ * index(source, channel); }
     size_t rings_offset() const { return rings_offset_; }

@@ -20,9 +20,8 @@ public:
           exchange_(config_, rank, timeout_s),
           experts_(tokens.experts(rank)),
           weights_(experts_.size(), 1),
-          narrow_experts_(experts_.size()),
           recv_counts_(team.num_ranks * kNumChannels),
-          recv_per_expert_(2) {
+          row_begin_(2 * recv_counts_.size()) {
         team.connect(exchange_, rank);
     }
 
@@ -39,15 +38,29 @@ public:
 
     void plan(Layout layout) {
         layout_ = layout;
-        const PlanParams params{{.operation = Operation::kDispatch, .dtype = DType::kFloat32, .layout = layout, .has_weights = true},
-                                {experts_.data(), true, num_tokens(), narrow_experts_.data()},
-                                -1,
-                                recv_counts_.data(),
-                                recv_per_expert_.data()};
-        const PlanResult result = exchange_.plan(params);
+        const int num_ranks = config_.num_ranks, columns = num_ranks + config_.num_experts;
+        std::vector<int32_t> own_counts(kNumChannels * columns), all_counts(num_ranks * own_counts.size());
+        for (int channel = 0; channel < kNumChannels; ++channel) {
+            int32_t* const counts = &own_counts[channel * columns];
+            const Range range = channel_range(num_tokens(), channel, kNumChannels);
+            for (int64_t token = range.begin; token < range.end; ++token) {
+                for (int to = 0; to < num_ranks; ++to) counts[to] += tokens_.goes(rank_, static_cast<int>(token), to);
+                for (int k = 0; k < config_.num_topk; ++k)
+                    if (const int expert = experts_[token * config_.num_topk + k]; expert >= 0) ++counts[num_ranks + expert];
+            }
+        }
+        exchange_.plan({.operation = Operation::kDispatch, .dtype = DType::kFloat32, .layout = layout, .has_weights = true},
+                       own_counts.data(), -1, all_counts.data());
         call_ = static_cast<int64_t>(exchange_.num_calls());
-        num_rows_ = result.num_rows;
-        recv_row_idx_.assign(result.num_recv_tokens * config_.num_topk, -1);
+        int num_recv_tokens = 0, num_rows = 0;
+        for (size_t i = 0; i < recv_counts_.size(); ++i) num_recv_tokens += recv_counts_[i] = all_counts[i * columns + rank_];
+        for (size_t i = 0; i < row_begin_.size(); ++i) {  // by expert, then source and channel
+            const size_t expert = i / recv_counts_.size(), from = i % recv_counts_.size();
+            row_begin_[2 * from + expert] = num_rows;
+            num_rows += all_counts[from * columns + num_ranks + 2 * rank_ + expert];
+        }
+        num_rows_ = is_expert() ? num_rows : num_recv_tokens;
+        recv_row_idx_.assign(num_recv_tokens * config_.num_topk, -1);
     }
 
     void move(int number) {
@@ -56,6 +69,7 @@ public:
         std::vector<int64_t> recv_experts(is_expert() ? 0 : num_rows_ * config_.num_topk);
         recv_x_.assign(num_rows_ * config_.hidden, -1);
         DispatchParams params = dispatch_of(x);
+        params.row_begin = row_begin_.data();
         params.topk_weights = weights_.data(), params.recv_topk_weights = recv_weights.data();
         params.recv_topk_idx = is_expert() ? nullptr : recv_experts.data(), params.recv_topk_idx_is_int64 = true;
         exchange_.dispatch(params);
@@ -80,7 +94,7 @@ public:
             .recv_row_idx = recv_row_idx_.data(),
             .x = reinterpret_cast<const std::byte*>(recv_x_.data()),
             .num_tokens = num_tokens(),
-            .topk_idx = narrow_experts_.data(),
+            .topk_idx = experts_.data(),
             .combined_x = reinterpret_cast<std::byte*>(combined.data()),
         };
         exchange_.make(signature_of(Operation::kCombine), params);
@@ -104,7 +118,7 @@ private:
             .row_bytes = sizeof(float) * config_.hidden,
             .num_tokens = num_tokens(),
             .x = reinterpret_cast<const std::byte*>(x.data()),
-            .topk_idx = narrow_experts_.data(),
+            .topk_idx = experts_.data(),
             .recv_counts = recv_counts_.data(),
             .recv_x = reinterpret_cast<std::byte*>(recv_x_.data()),
             .recv_row_idx = recv_row_idx_.data(),
@@ -116,11 +130,11 @@ private:
     const int rank_;
     const WorkspaceConfig config_;
     ShmExchange exchange_;
-    const std::vector<int64_t> experts_;
+    const std::vector<int32_t> experts_;
     const std::vector<float> weights_;
     Layout layout_ = Layout::kExpert;
     int64_t call_ = 0, num_rows_ = 0;
-    std::vector<int32_t> narrow_experts_, recv_counts_, recv_per_expert_, recv_row_idx_;
+    std::vector<int32_t> recv_counts_, row_begin_, recv_row_idx_;
     std::vector<float> recv_x_;
 };
 

@@ -67,8 +67,8 @@ struct Tokens {
     bool goes(int source, int token, int to) const { return (source + token + to) % 4 != 3; }
     float value(int step, int source, int token) const { return static_cast<float>(1000 * step + 100 * source + token); }
 
-    std::vector<int64_t> experts(int source) const {
-        std::vector<int64_t> all;
+    std::vector<int32_t> experts(int source) const {
+        std::vector<int32_t> all;
         for (int token = 0; token < count(source); ++token)
             for (int to = 0; to < num_ranks; ++to) all.push_back(goes(source, token, to) ? 2 * to + token % 2 : -1);
         return all;

@@ -1,5 +1,6 @@
 #include "runtime/shm/exchange.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <new>
@@ -87,7 +88,8 @@ void ShmExchange::publish(Entry& own_entry) {
     header(rank_).entered.store(sequence_, std::memory_order_release);
 }
 
-void ShmExchange::publish_refusal(Entry& own_entry, const std::string& message, int cause) {
+void ShmExchange::publish_refusal(const std::string& message, int cause) {
+    Entry& own_entry = begin_entry({});
     own_entry.refused = 1 + cause;
     copy_text(own_entry.message, kMessageBytes, message);
     publish(own_entry);
@@ -95,7 +97,7 @@ void ShmExchange::publish_refusal(Entry& own_entry, const std::string& message, 
 
 void ShmExchange::refuse(const std::string& message, int cause) {
     const Call call(*this);
-    publish_refusal(begin_entry({}), message, cause);
+    publish_refusal(message, cause);
 }
 
 void ShmExchange::enter(Entry& own_entry) {
@@ -221,7 +223,7 @@ void ShmExchange::abandon(const std::string& reason) {
         });
         for (int peer = 0; peer < config_.num_ranks; ++peer) has_ended |= header(peer).ended.load() >= sequence_;
     }
-    if (has_ended) publish_refusal(begin_entry({}), reason);
+    if (has_ended) publish_refusal(reason);
 }
 
 // Let the caller interrupt a wait. An exception of `poll_` ends the waits of all threads of the call.
@@ -265,89 +267,25 @@ void ShmExchange::end_call() {
         if (header(peer).failure.sequence.load() == sequence_) pass_on({peer, "the end of the call", 0, 0}, peer);
 }
 
-PlanResult ShmExchange::plan(const PlanParams& params) {
+std::vector<int64_t> ShmExchange::plan(const Signature& signature, const int32_t* own_counts, int64_t num_recv_rows, int32_t* all_counts) {
     const Call call(*this);
-    Entry& own_entry = begin_entry(params.signature);
-    own_entry.num_recv_rows = params.num_recv_rows_bound;
-    try {
-        count_own(params.layout);
-    } catch (const std::exception& error) {
-        publish_refusal(own_entry, describe(error), dynamic_cast<const NoExpertError*>(&error) != nullptr ? kNoExpert : 0);
-        throw;
-    }
-    std::memcpy(const_cast<int32_t*>(counts(rank_)), own_counts_.data(), own_counts_.size() * sizeof(int32_t));
+    Entry& own_entry = begin_entry(signature);
+    own_entry.num_recv_rows = num_recv_rows;
+    std::copy_n(own_counts, layout_.num_counts(), counts(rank_));
     enter(own_entry);
-    const PlanResult result = read_counts(params);
-    const std::optional<CapacityError> exceeded = exceeded_bound(params.signature.expert_alignment, params.signature.layout);
+    std::vector<int64_t> bounds;
+    for (int rank = 0; rank < config_.num_ranks; ++rank) {
+        all_counts = std::copy_n(counts(rank), layout_.num_counts(), all_counts);
+        bounds.push_back(entry(rank).num_recv_rows);
+    }
     std::atomic_thread_fence(std::memory_order_acquire);
     check_entries();  // again, to be sure that the values just read are of this call
-    if (exceeded) throw *exceeded;
-    return result;
+    return bounds;
 }
 
-void ShmExchange::count_own(const LayoutParams& params) {
-    own_counts_.resize(static_cast<size_t>(config_.num_channels) * (config_.num_ranks + config_.num_experts));
-    int32_t* per_rank = own_counts_.data();
-    int32_t* per_expert = per_rank + config_.num_channels * config_.num_ranks;
-    run_on_threads(config_.num_channels, [&](int index) {
-        count_tokens(config_, params, channel_range(params.num_tokens, index, config_.num_channels),
-                     {per_rank + index * config_.num_ranks, per_expert + index * config_.num_experts});
-    });
-}
-
-// Every rank checks the bounds of all ranks, so that all of them stop.
-std::optional<CapacityError> ShmExchange::exceeded_bound(int expert_alignment, Layout layout) const {
-    const int experts_per_rank = config_.num_experts / config_.num_ranks;
-    for (int rank = 0; rank < config_.num_ranks; ++rank) {
-        const int64_t rank_bound = entry(rank).num_recv_rows, bound = rank_bound < 0 ? INT32_MAX : rank_bound;
-        int64_t num_rows = 0;
-        for (int expert = rank * experts_per_rank; expert < (rank + 1) * experts_per_rank && layout == Layout::kExpert; ++expert) {
-            int64_t rows = 0;
-            for (int source = 0; source < config_.num_ranks; ++source)
-                for (int c = 0; c < config_.num_channels; ++c)
-                    rows += counts(source)[config_.num_channels * config_.num_ranks + c * config_.num_experts + expert];
-            num_rows += align_up(rows, expert_alignment);
-        }
-        for (int source = 0; source < config_.num_ranks && layout == Layout::kRank; ++source)
-            for (int c = 0; c < config_.num_channels; ++c) num_rows += counts(source)[c * config_.num_ranks + rank];
-        if (num_rows > bound)
-            return CapacityError("rank " + std::to_string(rank) + " would receive " + std::to_string(num_rows) + " rows, more than " +
-                                     (rank_bound < 0 ? std::string("a buffer can number (2^31 - 1); dispatch fewer tokens")
-                                                     : "its num_recv_rows of " + std::to_string(bound) + "; give a larger bound or none"),
-                                 rank);
-    }
-    return std::nullopt;
-}
-
-PlanResult ShmExchange::read_counts(const PlanParams& params) {
-    const int num_ranks = config_.num_ranks, num_channels = config_.num_channels, experts_per_rank = config_.num_experts / num_ranks;
-    PlanResult result{0, 0};
-    for (int source = 0; source < num_ranks; ++source)
-        for (int c = 0; c < num_channels; ++c) {
-            const int32_t tokens = counts(source)[c * num_ranks + rank_];
-            params.recv_counts[source * num_channels + c] = tokens;
-            result.num_recv_tokens += tokens;
-        }
-    row_begin_.assign(static_cast<size_t>(num_ranks) * num_channels * experts_per_rank, 0);
-    int64_t row = 0;
-    for (int expert = 0; expert < experts_per_rank; ++expert) {
-        const int64_t first = row;
-        for (int source = 0; source < num_ranks; ++source)
-            for (int c = 0; c < num_channels; ++c) {
-                row_begin_[(static_cast<size_t>(source) * num_channels + c) * experts_per_rank + expert] = static_cast<int32_t>(row);
-                row += counts(source)[num_channels * num_ranks + c * config_.num_experts + rank_ * experts_per_rank + expert];
-            }
-        params.num_recv_tokens_per_expert[expert] = static_cast<int32_t>(row - first);
-        row = first + static_cast<int64_t>(align_up(row - first, params.signature.expert_alignment));
-    }
-    result.num_rows = params.signature.layout == Layout::kExpert ? row : result.num_recv_tokens;
-    return result;
-}
-
-void ShmExchange::dispatch(DispatchParams params) {
+void ShmExchange::dispatch(const DispatchParams& params) {
     const Call call(*this);
     peers_.check_owner();
-    params.row_begin = row_begin_.data();
     run_channels(params);
 }
 

@@ -6,7 +6,6 @@
 #include <exception>
 #include <functional>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,22 +13,9 @@
 #include "cpu/workspace.h"
 #include "cpu/combine.h"
 #include "cpu/dispatch.h"
-#include "cpu/layout.h"
 #include "runtime/shm/peers.h"
 
 namespace deepep_moe {
-
-struct PlanParams {
-    Signature signature;
-    LayoutParams layout;
-    int64_t num_recv_rows_bound;          // -1 without a bound
-    int32_t* recv_counts;                 // out [num_ranks, num_channels] tokens this rank receives
-    int32_t* num_recv_tokens_per_expert;  // out [num_local_experts]
-};
-
-struct PlanResult {
-    int64_t num_recv_tokens, num_rows;  // num_rows without the bound; padded to expert_alignment in the expert layout
-};
 
 class ShmExchange final : public PeerMonitor {
 public:
@@ -44,9 +30,10 @@ public:
     // Return the memory of rows to the system, between calls. The next call takes it again. Returns its bytes.
     int64_t free() const { return peers_.give_back(layout_.rings_offset(), layout_.total_bytes() - layout_.rings_offset()); }
 
-    // A dispatch has two halves: `plan` exchanges the counts, the caller allocates, `dispatch` moves the rows.
-    PlanResult plan(const PlanParams& params);
-    void dispatch(DispatchParams params);
+    // A dispatch has two halves: `plan` exchanges the counts, the caller allocates, `dispatch` moves the rows. Each rank has
+    // WorkspaceLayout::num_counts counts, and `all_counts` gets those of all ranks. Returns num_recv_rows of all ranks.
+    std::vector<int64_t> plan(const Signature& signature, const int32_t* own_counts, int64_t num_recv_rows, int32_t* all_counts);
+    void dispatch(const DispatchParams& params);
     template <class Params>  // DispatchParams of a cached dispatch, or CombineParams
     void make(const Signature& signature, const Params& params);
     uint64_t num_calls() const { return sequence_; }  // entered or refused so far
@@ -70,7 +57,7 @@ public:
 private:
     SegmentHeader& header(int rank) const { return *reinterpret_cast<SegmentHeader*>(base(rank)); }
     Entry& entry(int rank) const { return *reinterpret_cast<Entry*>(base(rank) + layout_.entry(sequence_)); }
-    const int32_t* counts(int rank) const { return reinterpret_cast<const int32_t*>(base(rank) + layout_.counts(sequence_)); }
+    int32_t* counts(int rank) const { return reinterpret_cast<int32_t*>(base(rank) + layout_.counts(sequence_)); }
     std::byte* base(int rank) const { return peers_.memory(rank); }
     Ring ring(int owner, int source, int channel) const;
     Channel channel(int index);
@@ -85,13 +72,10 @@ private:
     void record_failure(const Write& write);
     Entry& begin_entry(const Signature& signature);
     void publish(Entry& own_entry);
-    void publish_refusal(Entry& own_entry, const std::string& message, int cause = 0);
+    void publish_refusal(const std::string& message, int cause = 0);
     void enter(Entry& own_entry);  // publishes and waits for all ranks; throws PeerError, MismatchError
     void wait_entered();
     void check_entries() const;
-    std::optional<CapacityError> exceeded_bound(int expert_alignment, Layout layout) const;
-    PlanResult read_counts(const PlanParams& params);
-    void count_own(const LayoutParams& params);
 
     const WorkspaceConfig config_;
     const WorkspaceLayout layout_;
@@ -103,8 +87,6 @@ private:
     std::exception_ptr stopped_;          // exception of `poll_` in this call, on one of its threads
     std::function<void()> poll_;
     HostPeers peers_;
-    std::vector<int32_t> own_counts_;  // counts of the current plan, before it is published
-    std::vector<int32_t> row_begin_;   // first rows in the last plan: [num_ranks, num_channels, num_local_experts]
 };
 
 }  // namespace deepep_moe

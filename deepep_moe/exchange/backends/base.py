@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from deepep_moe.errors import Cause, EPError, cause_of, describe
+from deepep_moe.errors import Cause, EPCapacityError, EPError, cause_of, describe
 from deepep_moe.event import Recorded
-from deepep_moe.exchange.handle import DispatchHandle
+from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.group.rendezvous import Connectable
+from deepep_moe.group.settings import Settings
 
 if TYPE_CHECKING:
     from deepep_moe._torch import Calls as NativeCalls
     from deepep_moe._torch import InFlight
 
 LAYOUTS = ("expert", "rank")
+_MOST_ROWS = (1 << 31) - 1  # rows that a handle can number
 
 
 @dataclass(frozen=True)
@@ -199,3 +201,19 @@ def tell_peers(backend: Backend, error: BaseException, has_entered: bool) -> Non
     know the call's own failures, and otherwise this rank can make no call."""
     if not isinstance(error, EPError):
         backend.abandon(describe(error)) if has_entered else backend.refuse(describe(error), cause_of(error))
+
+
+def check_bounds(args: DispatchArgs, settings: Settings, counts: Tensor, bounds: list[int]) -> int:
+    """Return how many rows this rank will receive. Raises EPCapacityError on every rank if any rank's bound is too small.
+
+    counts: [num_ranks, num_ranks + num_experts or more], tokens of each rank for each rank, then for each expert. bounds: -1 for none."""
+    s = settings
+    per_expert = counts[:, s.num_ranks : s.num_ranks + s.num_experts].sum(0).view(s.num_ranks, s.num_local_experts)
+    per_rank = padded(per_expert, args.expert_alignment).sum(1) if args.layout == "expert" else counts[:, : s.num_ranks].sum(0)
+    for rank, (rows, bound) in enumerate(zip(per_rank.tolist(), bounds, strict=True)):
+        if rows > (bound if bound >= 0 else _MOST_ROWS):
+            most = f"its num_recv_rows of {bound}; give a larger bound or none"
+            if bound < 0:
+                most = "a buffer can number (2^31 - 1); dispatch fewer tokens"
+            raise EPCapacityError(f"rank {rank} would receive {rows} rows, more than {most}", rank=rank)
+    return int(per_rank[s.rank])

@@ -30,6 +30,7 @@ from deepep_moe.exchange.backends.base import (
     Move,
     MoveExpertsArgs,
     Rows,
+    check_bounds,
 )
 from deepep_moe.exchange.backends.two_hops import Step, Steps, Sums, TwoHops, picked
 from deepep_moe.exchange.handle import DispatchHandle, padded
@@ -116,7 +117,7 @@ class CollectiveBackend(Backend):
         narrow_topk_idx = topk_idx.to(torch.int32, copy=True).contiguous()
 
         def owe(counts: Tensor, num_to_forward: list[int]) -> Callable[[], list[Tensor]]:
-            self._check_bounds(args, counts)
+            check_bounds(args, s, counts, self._bounds)
             return partial(self._send_rows, args, narrow_topk_idx, counts[:, s.rank].tolist(), num_to_forward)
 
         own_counts = self._own_counts(narrow_topk_idx, torch.cat([per_rank, per_expert]))
@@ -124,7 +125,7 @@ class CollectiveBackend(Backend):
         to_here = counts[:, s.rank : s.rank + 1]
         mine = slice(s.num_ranks + s.rank * s.num_local_experts, s.num_ranks + (s.rank + 1) * s.num_local_experts)
         tokens_per_expert = counts[:, mine].sum(0).to(torch.int32)
-        needed = self._check_bounds(args, counts)
+        needed = check_bounds(args, s, counts, self._bounds)
         num_rows = needed if args.num_recv_rows < 0 else args.num_recv_rows
         num_recv_tokens = int(to_here.sum())
         is_expert = args.layout == "expert"
@@ -483,15 +484,3 @@ class CollectiveBackend(Backend):
             f"seen {seen}; the process group cannot be used any more: make a new one and a new Buffer; torch.distributed says: {why}",
             rank=culprit, phase=phase, expected=expected, seen=seen,
         )  # fmt: skip
-
-    def _check_bounds(self, args: DispatchArgs, counts: Tensor) -> int:
-        """Return how many rows this rank will receive. Raises EPCapacityError if any rank's bound is too small."""
-        s = self.settings
-        per_expert = counts[:, s.num_ranks : s.num_ranks + s.num_experts].sum(0).view(s.num_ranks, s.num_local_experts)
-        per_rank = padded(per_expert, args.expert_alignment).sum(1) if args.layout == "expert" else counts[:, : s.num_ranks].sum(0)
-        for rank, (rows, bound) in enumerate(zip(per_rank.tolist(), self._bounds, strict=True)):
-            if 0 <= bound < rows:
-                raise EPCapacityError(
-                    f"rank {rank} would receive {rows} rows, more than its num_recv_rows of {bound}; give a larger bound or none", rank=rank
-                )
-        return int(per_rank[s.rank])

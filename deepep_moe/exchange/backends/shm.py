@@ -8,10 +8,20 @@ from torch import Tensor
 from deepep_moe import _C
 from deepep_moe.device import DTYPES
 from deepep_moe.errors import Cause
-from deepep_moe.exchange.backends.base import Backend, CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Move, Rows
+from deepep_moe.exchange.backends.base import (
+    Backend,
+    CachedDispatchArgs,
+    Capabilities,
+    CombineArgs,
+    DispatchArgs,
+    Move,
+    Rows,
+    check_bounds,
+)
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.group.settings import Settings
 from deepep_moe.host_pool import HostPool
+from deepep_moe.ops.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -57,17 +67,23 @@ class ShmBackend(Backend):
         return self._exchange.num_calls
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
-        s, num_tokens = self.settings, args.topk_idx.shape[0]
-        args.topk_idx, args.topk_weights = args.topk_idx.contiguous(), _contiguous(args.topk_weights)
-        topk_idx = _empty((num_tokens, s.num_topk), torch.int32)
-        recv_counts = _empty((s.num_ranks, self.num_channels), torch.int32)
-        num_recv_tokens_per_expert = _empty((s.num_local_experts,), torch.int32)
+        s = self.settings
+        args.topk_weights = _contiguous(args.topk_weights)
+        refuse_bad_routing(args.topk_idx, s.num_experts)
+        topk_idx = args.topk_idx.to(torch.int32, copy=True).contiguous()
+        counts = _empty((s.num_ranks, self.num_channels, s.num_ranks + s.num_experts), torch.int32)
+        bounds = self._exchange.plan(DTYPES[args.x.dtype], args, self._own_counts(topk_idx), counts)
+        needed = check_bounds(args, s, counts.sum(1), bounds)
+        num_rows = needed if args.num_recv_rows < 0 else args.num_recv_rows
+        recv_counts = counts[:, :, s.rank].contiguous()
+        first = s.num_ranks + s.rank * s.num_local_experts
+        per_expert = counts[:, :, first : first + s.num_local_experts].flatten(0, 1)  # of each source and channel
+        num_recv_tokens_per_expert = per_expert.sum(0, dtype=torch.int32)
+        groups = padded(num_recv_tokens_per_expert, args.expert_alignment)
+        row_begin = (groups.cumsum(0) - groups + per_expert.cumsum(0) - per_expert).to(torch.int32)
         is_expert = args.layout == "expert"
-        num_recv_tokens, num_rows = self._exchange.plan(DTYPES[args.x.dtype], args, topk_idx, recv_counts, num_recv_tokens_per_expert)
-        if args.num_recv_rows >= 0:
-            num_rows = args.num_recv_rows
         # -1 until rows arrive: the handle of a dispatch that fails half-way then points to no row instead of a wrong one.
-        recv_row_idx = _empty((num_recv_tokens if is_expert else 0, s.num_topk), torch.int32).fill_(-1)
+        recv_row_idx = _empty((int(recv_counts.sum()) if is_expert else 0, s.num_topk), torch.int32).fill_(-1)
         recv_topk_idx = None if is_expert else _empty((num_rows, s.num_topk), args.topk_idx.dtype).fill_(-1)
         handle = DispatchHandle(
             args.buffer_id,
@@ -82,7 +98,7 @@ class ShmBackend(Backend):
             recv_topk_idx,
         )
         rows = self._allocate(args, handle)
-        return rows, handle, lambda: self._exchange.dispatch(handle, args, rows, recv_topk_idx)
+        return rows, handle, lambda: self._exchange.dispatch(handle, args, rows, recv_topk_idx, row_begin)
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
         args.topk_weights = _contiguous(args.topk_weights)
@@ -105,6 +121,14 @@ class ShmBackend(Backend):
     def destroy(self) -> None:
         del self._exchange  # tells the peers, unmaps
         self._pool.trim()
+
+    def _own_counts(self, topk_idx: Tensor) -> Tensor:
+        """Return [num_channels, num_ranks + num_experts] int32: tokens of each channel, an equal share, for each rank and expert."""
+        s, num_tokens = self.settings, len(topk_idx)
+        in_rank = is_token_in_rank(topk_idx, s.num_ranks, s.num_local_experts)
+        ends = [num_tokens * channel // self.num_channels for channel in range(1, self.num_channels + 1)]
+        parts = zip(topk_idx.tensor_split(ends[:-1]), in_rank.tensor_split(ends[:-1]), strict=True)
+        return torch.stack([torch.cat([ranks.sum(0), num_tokens_per_expert(idx, s.num_experts)]) for idx, ranks in parts]).to(torch.int32)
 
     def _allocate(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle) -> Rows:
         """Allocate the outputs of a dispatch. Rows that nobody sends (padding, and the rest up to a bound) are zero already."""
