@@ -86,15 +86,6 @@ inline bool are_valid_on_gpu(const GateOptions& o, int num_ranks) {
            o.num_experts <= kMaxGateExperts && num_ranks >= 0 && (num_ranks == 0 || o.num_experts % num_ranks == 0);
 }
 
-// The kernel computes bias -= rate * sign(count - mean(counts)), with one layer a row.
-struct GpuExpertBiasParams {
-    int num_layers, num_experts;
-    bool is_int64;
-    const void* num_tokens_per_expert;  // [num_layers, num_experts] int64 or int32
-    float* expert_bias;                 // [num_layers, num_experts]
-    float update_rate;
-};
-
 // This is top-2 gating with a capacity, of GShard (arXiv 2006.16668), in fp32, as DeepSpeed computes it. A token chooses its best expert by
 // `gates` and the best other one by `scores`. An expert takes `capacity` tokens, first choices before second ones, each in token order.
 // Weights are the gates of the choices that stay, over their sum, or over FLT_EPSILON if the sum is less. Among equals the lower index

@@ -37,7 +37,6 @@ void launch_dense_of_lanes(const DenseOfLanesParams& params, void* stream);
 void launch_count_lanes(const CountLanesParams& params, void* stream);
 void launch_plan_copies(const CopyPlanParams& params, void* stream);
 void launch_rows_of_copies(const RowsOfCopiesParams& params, void* stream);
-void launch_update_expert_bias(const GpuExpertBiasParams& params, void* stream);
 
 // Sets the flags of the `num_slots` slots from `first_slot` on that a copy engine has filled in the inbox of `peer`.
 struct GpuAnnounceParams {

@@ -6,9 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe import _C
 from deepep_moe.arguments import as_int, check_tensor
-from deepep_moe.device import is_gpu, launch
 
 
 @torch.no_grad()
@@ -19,7 +17,7 @@ def update_expert_bias(
 
     This is balancing without an auxiliary loss, Wang et al. 2024, arXiv 2408.15664, algorithm 1.
 
-    Pass all layers of a model in one call, with stacked biases and counts: this needs one all-reduce, and on a GPU one launch after it.
+    Pass all layers of a model in one call, with stacked biases and counts: this needs one all-reduce, and a few launches on a GPU.
 
     Args:
         expert_bias: `[num_experts]` or `[num_layers, num_experts]` fp32, contiguous.
@@ -36,10 +34,8 @@ def update_expert_bias(
     if group is not None:
         counts = counts.to(torch.int64, copy=True)
         dist.all_reduce(counts, group=group)
-    if not is_gpu(expert_bias.device) or not hasattr(_C, "gpu_update_expert_bias"):
-        expert_bias.add_(torch.sign(counts.sum(-1, keepdim=True, dtype=torch.int64) - counts.long() * counts.shape[-1]), alpha=update_rate)
-        return
-    launch(_C.gpu_update_expert_bias, counts, expert_bias, update_rate, on=expert_bias)
+    missing = counts.sum(-1, keepdim=True, dtype=torch.int64) - counts.long() * counts.shape[-1]
+    expert_bias.add_(missing.sign(), alpha=update_rate)
 
 
 def _check_counts(expert_bias: Tensor, num_tokens_per_expert: Tensor) -> None:

@@ -63,16 +63,6 @@ bool unless_failed(int device, const Call& call) noexcept {
     return Guarded<GateOptions>::guarded([&] { failure(device) != 0 ? void(has_failed = true) : call(); }) && !has_failed;
 }
 
-// Takes tensors [num_experts] or [num_layers, num_experts].
-void update_expert_bias(const TensorArg& num_tokens_per_expert, const TensorArg& expert_bias, float update_rate, uintptr_t stream) {
-    const bool is_one_layer = expert_bias.num_dims == 1;
-    const int64_t num_layers = is_one_layer ? 1 : expert_bias.num_rows,
-                  num_experts = is_one_layer ? expert_bias.num_rows : expert_bias.num_columns;
-    launch_update_expert_bias({static_cast<int>(num_layers), static_cast<int>(num_experts), num_tokens_per_expert.element_bytes == 8,
-                               num_tokens_per_expert.as<const void*>(), expert_bias.as<float*>(), update_rate},
-                              as_stream(stream));
-}
-
 // ---- top-2 gate of DeepSpeed ----
 
 void top2(const TensorArg& gates, const TensorArg& scores, int64_t capacity, const TensorArg& chosen, const TensorArg& topk_idx,
@@ -149,5 +139,4 @@ void bind_gpu_gate(py::module_& m) {
     m.def("gpu_rows_of_copies", &rows_of_copies);
     m.def("gpu_top2", &top2);
     m.def("gpu_top2_backward", &top2_backward);
-    m.def("gpu_update_expert_bias", &update_expert_bias);
 }
