@@ -120,15 +120,6 @@ def gpu_quantize_weights(
     dtype: DType,
     stream: int,
 ) -> None: ...
-def gpu_scale_rows_backward(
-    grad: Tensor,
-    x: Tensor,
-    weights: Tensor,
-    grad_x: Tensor,
-    grad_weights: Tensor,
-    dtype: DType,
-    stream: int,
-) -> None: ...
 def gpu_swiglu(inner: Tensor, probs: Tensor | None, group_ends: Tensor | None, y: Tensor, dtype: DType, stream: int) -> None: ...
 def gpu_swiglu_backward(
     inner: Tensor,

@@ -16,7 +16,6 @@ void launch_combine(const GpuCombineParams& params, void* stream, bool early);
 void load_combine_of_nodes();  // before calls over several nodes: the rail's kernel waits for this one, so loading it must not block
 void launch_quantize(const GpuQuantizeParams& params, void* stream);
 void launch_quantize_weights(const GpuQuantizeWeightsParams& params, void* stream);
-void launch_scale_rows_backward(const GpuScaleRowsParams& params, void* stream);
 void launch_expert_slots(const GpuExpertSlotsParams& params, void* stream);
 void launch_weighted_sum(const GpuWeightedSumParams& params, void* stream);
 void launch_weighted_sum_backward(const GpuWeightedSumParams& params, void* stream);

@@ -229,13 +229,6 @@ struct GpuExpertSlotsParams {
     } tensors[kMaxSlotTensors];
 };
 
-struct GpuScaleRowsParams {
-    int64_t num_rows, row_bytes;  // rows of whole 16 bytes
-    const std::byte* grad;        // [num_rows, row_bytes]
-    std::byte* grad_x;            // likewise
-    RowScaling scaling;
-};
-
 // A sum over lanes reads row (lane, token) at number lane * lane_stride + token * token_stride of num_topk * num_tokens rows.
 struct GpuWeightedSumParams {
     int64_t num_tokens, hidden, lane_stride, token_stride;  // rows of whole 16 bytes

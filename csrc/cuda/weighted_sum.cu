@@ -4,8 +4,6 @@
 //   weighted_sum             Each warp sums one token, with 4 pieces of each row in flight, top-k entries ascending from +0.
 //
 //   weighted_sum_backward    Each warp takes up to 4 rows of one token and reads the token's gradient once for them.
-//
-//   scale_rows_backward      Each warp computes the gradients of one row, y = weight * x, and of its weight, from that of y.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/launch.h"
@@ -82,12 +80,6 @@ __global__ void __launch_bounds__(kRowThreads) weighted_sum_backward(const __gri
     }
 }
 
-template <DType kType>
-__global__ void __launch_bounds__(kRowThreads) scale_rows_backward(const __grid_constant__ GpuScaleRowsParams p) {
-    const int64_t row = warp_of_grid();
-    if (row < p.num_rows) scale_row<kType>(p.scaling, p.grad + row * p.row_bytes, p.grad_x + row * p.row_bytes, row, p.row_bytes);
-}
-
 }  // namespace
 
 void launch_weighted_sum(const GpuWeightedSumParams& p, void* stream) {
@@ -100,12 +92,6 @@ void launch_weighted_sum_backward(const GpuWeightedSumParams& p, void* stream) {
     const int blocks = blocks_of_warps(p.num_tokens * divide_up(p.num_topk, kLanes));
     with_dtype(p.dtype, "fp8 rows have no gradient",
                [&](auto dtype) { launch<weighted_sum_backward<dtype.value>>("weighted_sum_backward", blocks, kRowThreads, 0, p, stream); });
-}
-
-void launch_scale_rows_backward(const GpuScaleRowsParams& p, void* stream) {
-    with_dtype(p.scaling.dtype, "fp8 rows have no gradient", [&](auto dtype) {
-        launch<scale_rows_backward<dtype.value>>("scale_rows_backward", blocks_of_warps(p.num_rows), kRowThreads, 0, p, stream);
-    });
 }
 
 }  // namespace deepep_moe

@@ -134,12 +134,8 @@ def scale_rows_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tenso
     grad, x: [num_rows, hidden] contiguous, of the same dtype; on GPUs fp32, bf16 or fp16. weights: [num_rows] fp32.
     Returns [num_rows, hidden] in x's dtype and [num_rows] fp32.
     """
-    if not _has_kernels(grad):
-        grad_x, grad_weights = weighted_sum_backward(grad, x[None], weights[None])
-        return grad_x[0], grad_weights[0]
-    grad_x, grad_weights = torch.empty_like(grad), torch.empty_like(weights)
-    launch(_C.gpu_scale_rows_backward, grad, x, weights, grad_x, grad_weights, DTYPES[grad.dtype], on=grad)
-    return grad_x, grad_weights
+    grad_x, grad_weights = weighted_sum_backward(grad, x[None], weights[None])
+    return grad_x[0], grad_weights[0]
 
 
 def differentiable_scale_rows_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +172,7 @@ def aligned(rows: Tensor) -> Tensor:
 
 
 def _has_kernels(tensor: Tensor) -> bool:
-    return is_gpu(tensor.device) and hasattr(_C, "gpu_scale_rows_backward")
+    return is_gpu(tensor.device) and hasattr(_C, "gpu_weighted_sum")
 
 
 def _blocks(rows: Tensor) -> list[slice]:

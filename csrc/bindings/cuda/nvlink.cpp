@@ -150,14 +150,6 @@ void swiglu_backward(const TensorArg& inner, const TensorArg& probs, const Tenso
     launch_swiglu_backward(params, as_stream(stream));
 }
 
-// grad_x and grad_weights: see GpuScaleRowsParams.
-void scale_rows_backward(const TensorArg& grad, const TensorArg& x, const TensorArg& weights, const TensorArg& grad_x,
-                         const TensorArg& grad_weights, DType dtype, uintptr_t stream) {
-    launch_scale_rows_backward({grad.num_rows, grad.row_bytes(), grad.as<const std::byte*>(), grad_x.as<std::byte*>(),
-                                scaling_of(weights, x, nullptr, grad_weights, dtype)},
-                               as_stream(stream));
-}
-
 // Returns to csrc/torch whether the kernel could be launched.
 template <auto kLaunch, class Params>
 bool launched(const Params& params, uintptr_t stream) noexcept {
@@ -194,7 +186,6 @@ void bind_rows(py::module_& m) {
     m.def("gpu_kernel_shim", &kernel_shim);
     m.def("gpu_weighted_sum", &weighted_sum);
     m.def("gpu_weighted_sum_backward", &weighted_sum_backward);
-    m.def("gpu_scale_rows_backward", &scale_rows_backward);
     m.def("gpu_quantize", &quantize);
     m.def("gpu_quantize_weights", &quantize_weights);
 }
