@@ -141,6 +141,11 @@ __device__ __forceinline__ Operand operand(const void* rows) {
     return (shared_address(rows) & 0x3ffff) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
+// Registers of an array that an instruction reads and writes.
+#define DEEPEP_MOE_8(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define DEEPEP_MOE_32(i) DEEPEP_MOE_8(i), DEEPEP_MOE_8(i + 8), DEEPEP_MOE_8(i + 16), DEEPEP_MOE_8(i + 24)
+
 // Begin to multiply 64 rows by 128 rows, 32 bytes of each, into d; with `adds` the products are added to d.
 __device__ __forceinline__ void multiply_32(float (&d)[64], Operand a, Operand b, int adds) {
     asm volatile(
@@ -149,13 +154,7 @@ __device__ __forceinline__ void multiply_32(float (&d)[64], Operand a, Operand b
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
         "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
         "%64, %65, adds, 1, 1;\n\t}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
-          "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-          "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-          "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
-          "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-          "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : DEEPEP_MOE_32(0), DEEPEP_MOE_32(32)
         : "l"(a), "l"(b), "r"(adds)
         : "memory");
 }
@@ -191,9 +190,6 @@ __device__ __forceinline__ Operand column_operand(const void* columns, int strid
 }
 
 // Begin to multiply 64 transposed columns by 256 columns, 16 rows of each, into d; with `adds` the products are added to d.
-#define DEEPEP_MOE_8(i) \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define DEEPEP_MOE_32(i) DEEPEP_MOE_8(i), DEEPEP_MOE_8(i + 8), DEEPEP_MOE_8(i + 16), DEEPEP_MOE_8(i + 24)
 __device__ __forceinline__ void multiply_16_rows(float (&d)[128], Operand a, Operand b, int adds) {
     asm volatile(
         "{\n\t.reg .pred adds;\n\tsetp.ne.b32 adds, %130, 0;\n\t"
