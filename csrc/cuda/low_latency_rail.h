@@ -88,15 +88,4 @@ using LowLatencyRailDispatch = LowLatencyRailLaunch<LowLatencyDispatchParams>;
 using LowLatencyRailCombine = LowLatencyRailLaunch<LowLatencyCombineParams>;
 using LowLatencyRailControl = LowLatencyRailLaunch<LowLatencyControlParams>;  // one block
 
-// The module that links NVSHMEM gives these functions to the one that does not. They return nullptr, or why a launch has failed.
-struct LowLatencyRailShim {
-    int64_t bytes;  // size of the parameters; it shows that both modules come from the same build
-    const char* (*send)(const LowLatencyRailDispatch&, void* stream) noexcept;
-    const char* (*weigh)(const LowLatencyRailCombine&, void* stream) noexcept;
-    const char* (*sum)(const LowLatencyRailCombine&, void* stream) noexcept;
-    const char* (*control)(const LowLatencyRailControl&, void* stream) noexcept;
-};
-constexpr const char* kLowLatencyRailShimName = "deepep_moe.LowLatencyRailShim";
-constexpr int64_t kLowLatencyRailShimBytes = sizeof(LowLatencyRailDispatch) + sizeof(LowLatencyRailCombine) + sizeof(LowLatencyRailControl);
-
 }  // namespace deepep_moe

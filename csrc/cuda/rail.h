@@ -10,6 +10,7 @@
 // their call; [2] is indexed by its parity.
 #pragma once
 
+#include "cuda/low_latency_rail.h"
 #include "cuda/params.h"
 
 namespace deepep_moe {
@@ -107,11 +108,16 @@ struct RailMoveParams : RailMoving, RailMoveCall {};
 
 // The module that links NVSHMEM gives these functions to the one that does not. They return nullptr, or why a launch has failed.
 struct RailShim {
-    int64_t bytes;  // sizes of RailMeetParams and RailMoveParams; they show that both modules come from the same build
+    int64_t bytes;  // sizes of the parameters; they show that both modules come from the same build
     const char* (*meet)(const RailMeetParams&, void* stream) noexcept;
     const char* (*move)(const RailMoveParams&, void* stream) noexcept;
+    const char* (*send)(const LowLatencyRailDispatch&, void* stream) noexcept;  // this and the functions below are for low-latency calls
+    const char* (*weigh)(const LowLatencyRailCombine&, void* stream) noexcept;
+    const char* (*sum)(const LowLatencyRailCombine&, void* stream) noexcept;
+    const char* (*control)(const LowLatencyRailControl&, void* stream) noexcept;
 };
 constexpr const char* kRailShimName = "deepep_moe.RailShim";
-constexpr int64_t kRailShimBytes = sizeof(RailMeetParams) + sizeof(RailMoveParams);
+constexpr int64_t kRailShimBytes = sizeof(RailMeetParams) + sizeof(RailMoveParams) + sizeof(LowLatencyRailDispatch) +
+                                   sizeof(LowLatencyRailCombine) + sizeof(LowLatencyRailControl);
 
 }  // namespace deepep_moe

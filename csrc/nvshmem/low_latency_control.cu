@@ -102,8 +102,6 @@ __global__ void __launch_bounds__(kThreads, 1) rail_control(const __grid_constan
     }
 }
 
-constexpr LowLatencyRailShim kShim{kLowLatencyRailShimBytes, &launch_rail_send, &launch_rail_weigh, &launch_rail_sum, &launch_rail_control};
-
 }  // namespace
 
 const char* launch_rail_control(const Launch& l, void* stream) noexcept {
@@ -112,7 +110,5 @@ const char* launch_rail_control(const Launch& l, void* stream) noexcept {
     if (returns) nvshmemx_quiet_on_stream(static_cast<cudaStream_t>(stream));
     return why_failed([&] { launch<rail_control>("rail_control", 1, kThreads, 0, l, stream); });
 }
-
-const LowLatencyRailShim& low_latency_rail_shim() { return kShim; }
 
 }  // namespace deepep_moe

@@ -221,5 +221,4 @@ PYBIND11_MODULE(_nvshmem, m) {
     m.def("orders_network_writes", &nvshmem::orders_network_writes, py::arg("device"));
     m.def("quiet", &nvshmem::quiet, WithoutGil(), py::arg("timeout_s"));
     m.def("rail_shim", [] { return py::capsule(&rail_shim(), kRailShimName); });
-    m.def("low_latency_rail_shim", [] { return py::capsule(&low_latency_rail_shim(), kLowLatencyRailShimName); });
 }

@@ -337,7 +337,8 @@ const char* launch_move(const RailMoveParams& p, void* stream) noexcept {
     return why_failed([&] { launch<move>("move", p.num_blocks, kMoveThreads, 0, p, stream); });
 }
 
-constexpr RailShim kRailShim{kRailShimBytes, &launch_meet, &launch_move};
+constexpr RailShim kRailShim{kRailShimBytes,     &launch_meet,     &launch_move,        &launch_rail_send,
+                             &launch_rail_weigh, &launch_rail_sum, &launch_rail_control};
 
 }  // namespace
 

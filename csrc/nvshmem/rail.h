@@ -5,7 +5,6 @@
 #include <exception>
 #include <string>
 
-#include "cuda/low_latency_rail.h"
 #include "cuda/rail.h"
 
 namespace deepep_moe {
@@ -29,6 +28,5 @@ const char* launch_rail_send(const LowLatencyRailDispatch& launch, void* stream)
 const char* launch_rail_weigh(const LowLatencyRailCombine& launch, void* stream) noexcept;
 const char* launch_rail_sum(const LowLatencyRailCombine& launch, void* stream) noexcept;
 const char* launch_rail_control(const LowLatencyRailControl& launch, void* stream) noexcept;
-const LowLatencyRailShim& low_latency_rail_shim();
 
 }  // namespace deepep_moe

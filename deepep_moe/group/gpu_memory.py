@@ -121,10 +121,10 @@ class RailMemory(GpuMemory):
     world: "World | None" = None
     _address = 0
 
-    def add_rail(self, shim: str, *, maps_node: bool = False) -> None:
-        """Get ready for `nvshmem_rail.make`, which allocates the symmetric memory. `shim`: the function of `_nvshmem` that returns the
-        kernels. `maps_node`: they read the memory of all ranks of the node."""
-        self._shim, self._maps_node = shim, maps_node
+    def add_rail(self, *, maps_node: bool = False) -> None:
+        """Get ready for `nvshmem_rail.make`, which allocates the symmetric memory. `maps_node`: the kernels read the memory of all ranks of
+        the node."""
+        self._maps_node = maps_node
         self.rail_bytes: int = self._native.rail_bytes
         self.workspace_bytes += self.rail_bytes
 
@@ -134,8 +134,8 @@ class RailMemory(GpuMemory):
         self._address, self.world = world.allocate(self.rail_bytes), world
         s = self.settings
         ranks = range(s.rank % s.ranks_per_node, s.num_ranks, s.ranks_per_node)
-        memory: Any = self._of_node(world) if self._maps_node else self._address
-        self._native.attach_rail(getattr(world.module, self._shim)(), memory, [world.pe_of[rank] for rank in ranks])
+        memory = self._of_node(world) if self._maps_node else [self._address]
+        self._native.attach_rail(world.module.rail_shim(), memory, [world.pe_of[rank] for rank in ranks])
 
     def _of_node(self, world: "World") -> list[int]:
         """Return the addresses at which the memory of each rank of this node is mapped."""

@@ -84,4 +84,4 @@ class NvshmemLowLatencyBackend(RailMemory, NvlinkLowLatencyBackend):
 
     def __init__(self, settings: Settings, mask_stalled: bool):
         super().__init__(settings, mask_stalled)
-        self.add_rail("low_latency_rail_shim", maps_node=True)
+        self.add_rail(maps_node=True)

@@ -226,6 +226,31 @@ void move_experts(GuardedExchange& self, const TensorArg& copies, const std::vec
     self.move_experts(params, signature, {.num_sms = num_sms, .stream = stream});
 }
 
+// Binds what the exchange and the low-latency calls of GPUs have in common.
+template <class T>
+py::class_<T, Unlocked<T>> bind_calls(py::module_& m, const char* name) {
+    using Released = py::call_guard<py::gil_scoped_release>;
+    return py::class_<T, Unlocked<T>>(m, name)
+        .def_property_readonly("workspace_bytes", &T::workspace_bytes)
+        .def_property_readonly("num_calls", &T::num_calls)
+        .def("handle", [](const T& self) { return py::bytes(self.handle()); })
+        .def("share", &T::share)
+        .def("connect", &T::connect)
+        .def("disconnect", &T::disconnect, Released())
+        .def("free", &T::free, Released())
+        .def("resume", &T::resume, Released())
+        .def("leak", [](const py::object& self) { self.inc_ref(); })
+        .def_property_readonly("rail_bytes", &T::rail_bytes)
+        .def("attach_rail",
+             [](T& self, const py::capsule& shim, const std::vector<uintptr_t>& addresses, const std::vector<int>& pes) {
+                 self.attach_rail(*static_cast<const RailShim*>(PyCapsule_GetPointer(shim.ptr(), kRailShimName)), addresses, pes);
+             })
+        .def("refuse", &T::refuse, Released())
+        .def("check", &T::check, Released())
+        .def("shim", [](T& self) { return py::capsule(static_cast<typename T::Shim*>(&self), T::kName); })
+        .def_static("raise_failure", &T::raise_failure);
+}
+
 void bind_low_latency_calls(py::module_& m) {
     using Released = py::call_guard<py::gil_scoped_release>;
     bind_calls<GuardedLowLatency>(m, "NvlinkLowLatency")
@@ -241,12 +266,6 @@ void bind_low_latency_calls(py::module_& m) {
         .def_property_readonly("failed_mark", &NvlinkLowLatency::failed_mark)
         .def_property_readonly("masks", &NvlinkLowLatency::masks)
         .def_readwrite("num_blocks", &NvlinkLowLatency::num_blocks)
-        .def_property_readonly("rail_bytes", &NvlinkLowLatency::rail_bytes)
-        .def("attach_rail",
-             [](GuardedLowLatency& self, const py::object& shim, const std::vector<uintptr_t>& addresses, const std::vector<int>& pes) {
-                 self.attach_rail(*static_cast<const LowLatencyRailShim*>(PyCapsule_GetPointer(shim.ptr(), kLowLatencyRailShimName)),
-                                  addresses, pes);
-             })
         .def("mask", &NvlinkLowLatency::mask, Released())
         .def("rejoin", &NvlinkLowLatency::rejoin, Released());
 }
@@ -272,11 +291,6 @@ void bind_gpu(py::module_& m) {
              py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"),
              py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"), py::arg("num_nodes") = 1, py::arg("node") = 0,
              py::arg("is_by_lane") = false, py::arg("expert_slot_bytes") = 0)
-        .def_property_readonly("rail_bytes", [](const GuardedExchange& self) { return RailLayout(self.config()).total_bytes; })
-        .def("attach_rail",
-             [](GuardedExchange& self, const py::capsule& shim, uintptr_t address, const std::vector<int>& pes) {
-                 self.attach_rail(*static_cast<const RailShim*>(PyCapsule_GetPointer(shim.ptr(), kRailShimName)), address, pes);
-             })
         .def_property_readonly("is_void", &NvlinkExchange::is_void)
         .def_property_readonly("num_multiprocessors", &NvlinkExchange::num_multiprocessors)
         .def_readwrite("tuning", &NvlinkExchange::tuning)

@@ -71,9 +71,10 @@ public:
     void resume();
     // Let the peers know that this rank makes no more calls, while tensors of its expert slots keep this object alive.
     void leave();
-    // Call it with several nodes, before any call. The memory at `base` is symmetric memory of RailLayout::total_bytes, zeroed and
-    // allocated on all ranks; it must outlive this object. `pes` has NVSHMEM's numbers of the ranks of this index, by node.
-    void attach_rail(const RailShim& shim, uintptr_t base, const std::vector<int>& pes);
+    int64_t rail_bytes() const { return RailLayout(config_).total_bytes; }  // bytes of symmetric memory
+    // Call it with several nodes, before any call. The one address in `bases` is that of this rank's symmetric memory, zeroed and allocated
+    // on all ranks; it must outlive this object. `pes` has NVSHMEM's numbers of the ranks of this index, by node.
+    void attach_rail(const RailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes);
     void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }  // waits call it now and then, and end if it throws
     GpuTuning tuning;
     bool allows_excess = false;  // rows beyond a bound are left out without a failure

@@ -98,10 +98,10 @@ NvlinkExchange::~NvlinkExchange() {
     release();
 }
 
-void NvlinkExchange::attach_rail(const RailShim& shim, uintptr_t base, const std::vector<int>& pes) {
+void NvlinkExchange::attach_rail(const RailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes) {
     const DeviceGuard guard(device_);
     load_combine_of_nodes();
-    rail_ = std::make_unique<Rail>(config_, shim, reinterpret_cast<std::byte*>(base), pes, timeout_s_);
+    rail_ = std::make_unique<Rail>(config_, shim, reinterpret_cast<std::byte*>(bases.at(0)), pes, timeout_s_);
 }
 
 void NvlinkExchange::release() {

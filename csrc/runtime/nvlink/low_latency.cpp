@@ -101,7 +101,7 @@ void NvlinkLowLatency::connect(const std::vector<std::string>& handles, const st
     memory_.connect(handles, descriptors);
 }
 
-void NvlinkLowLatency::attach_rail(const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes) {
+void NvlinkLowLatency::attach_rail(const RailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes) {
     rail_ = std::make_unique<LowLatencyRail>(config_, shim, bases, pes, rank_);
 }
 

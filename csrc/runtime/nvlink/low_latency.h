@@ -39,7 +39,7 @@ public:
     void free() { memory_.free(); }
     void resume();
     // LowLatencyRail describes the arguments.
-    void attach_rail(const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes);
+    void attach_rail(const RailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes);
     // Upper bound of a kernel's blocks; all must be on the GPU at once. `.ci/sanitize` takes fewer.
     int num_blocks;
 

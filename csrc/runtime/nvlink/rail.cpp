@@ -16,8 +16,8 @@ void check_launch(const char* error) {
 }
 
 // Throw std::invalid_argument if the shim of csrc/nvshmem is of another build, or if there is not a PE for each node.
-void check_rail(bool is_same_build, size_t num_pes, int num_nodes) {
-    if (!is_same_build)
+void check_rail(const RailShim& shim, size_t num_pes, int num_nodes) {
+    if (shim.bytes != kRailShimBytes)
         throw std::invalid_argument("deepep_moe._nvshmem and deepep_moe._C are of different builds: install deepep_moe again");
     if (static_cast<int>(num_pes) != num_nodes)
         throw std::invalid_argument(std::to_string(num_pes) + " PEs were given for " + std::to_string(num_nodes) + " nodes");
@@ -29,7 +29,7 @@ void check_rail(bool is_same_build, size_t num_pes, int num_nodes) {
 
 Rail::Rail(const GpuWorkspaceConfig& config, const RailShim& shim, std::byte* base, const std::vector<int>& pes, double timeout_s)
     : config_(config), shim_(shim), timeout_ns_(static_cast<unsigned long long>(timeout_s * 1e9)) {
-    check_rail(shim.bytes == kRailShimBytes, pes.size(), config.num_nodes);
+    check_rail(shim, pes.size(), config.num_nodes);
     made_.layout = RailLayout(config);
     made_.base = base;
     std::copy(pes.begin(), pes.end(), made_.pes);
@@ -109,12 +109,12 @@ void Rail::complete(GpuCombineParams& params) const { params.rail = view(); }
 
 // ---- low latency ----
 
-LowLatencyRail::LowLatencyRail(const LowLatencyConfig& config, const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases,
+LowLatencyRail::LowLatencyRail(const LowLatencyConfig& config, const RailShim& shim, const std::vector<uintptr_t>& bases,
                                const std::vector<int>& pes, int rank)
     : config_(config), shim_(shim) {
     made_.ranks_per_node = static_cast<int>(bases.size());
     made_.num_nodes = config.num_ranks / made_.ranks_per_node;
-    check_rail(shim.bytes == kLowLatencyRailShimBytes, pes.size(), made_.num_nodes);
+    check_rail(shim, pes.size(), made_.num_nodes);
     made_.layout = LowLatencyRailLayout(config, made_.num_nodes);
     made_.node = rank / made_.ranks_per_node;
     made_.index = rank % made_.ranks_per_node;

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "cuda/launch.h"
-#include "cuda/low_latency_rail.h"
 #include "cuda/rail.h"
 #include "runtime/nvlink/call.h"
 
@@ -61,8 +60,8 @@ class LowLatencyRail {
 public:
     // `bases` has the symmetric memory (LowLatencyRailLayout) of the ranks of this node, mapped here, and `pes` NVSHMEM's numbers of the
     // ranks of the rail, by node. Throws std::invalid_argument if the shim is of another build.
-    LowLatencyRail(const LowLatencyConfig& config, const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases,
-                   const std::vector<int>& pes, int rank);
+    LowLatencyRail(const LowLatencyConfig& config, const RailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes,
+                   int rank);
     LowLatencyRail(const LowLatencyRail&) = delete;
 
     // Make halves of a call. num_blocks is the upper bound of a kernel's blocks.
@@ -81,7 +80,7 @@ private:
     LowLatencyRailContext of(const LowLatencyContext& context) const;
 
     const LowLatencyConfig config_;
-    const LowLatencyRailShim& shim_;
+    const RailShim& shim_;
     LowLatencyRailContext made_{};  // without the context of a call
     struct Sent {
         LowLatencyDispatchParams params;

@@ -195,7 +195,7 @@ class NvshmemBackend(RailMemory, NvlinkBackend):
     def __init__(self, settings: Settings):
         super().__init__(settings)
         self.capabilities = replace(self.capabilities, can_scale=False)
-        self.add_rail("rail_shim")
+        self.add_rail()
 
 
 def _tell(backend: "weakref.ref[NvlinkBackend]", error: BaseException, has_entered: bool) -> None:
