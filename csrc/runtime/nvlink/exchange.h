@@ -129,9 +129,7 @@ private:
     GpuCombineParams completed(const GpuCombineParams& params) const;
     int64_t row_bytes_of(DType dtype) const { return config_.hidden * static_cast<int64_t>(element_bytes(dtype)); }
     int max_tile_pieces() const { return config_.num_ranks > 2 ? tuning::kPiecesForLink : tuning::kPiecesForMemory; }
-    void allocate();
     void allocate_scratch();
-    void release();
 
     void plan(GpuPlanParams params, const Signature& signature, const RailCall& rail, bool moves, cudaStream_t stream);
     void move_on_rail(int64_t row_bytes);
@@ -177,7 +175,7 @@ private:
     GpuMemory memory_;
     const RankNumbers numbers_;
     Failures failures_;
-    void* scratch_ = nullptr;
+    DeviceMemory scratch_;
     GpuRouting scratch_routing_{};
     GpuState* state_ = nullptr;
     std::atomic<int64_t> num_calls_ = 0;                // another thread may ask
@@ -193,8 +191,8 @@ private:
         GpuFailure failure;
         GpuCounts counts;
     };
-    HostSlots* host_ = nullptr;     // pinned, followed by
-    int* expert_counts_ = nullptr;  // [num_local_experts]
+    Owned<HostSlots*, &cudaFreeHost> host_;  // pinned, followed by
+    int* expert_counts_ = nullptr;           // [num_local_experts]
 
     LastStreams last_;
     SendStreams streams_;

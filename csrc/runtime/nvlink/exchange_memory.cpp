@@ -19,15 +19,6 @@ NvlinkExchange::NvlinkExchange(const GpuWorkspaceConfig& config, int rank, int d
       memory_(config.num_ranks, rank, device),
       numbers_{config.num_ranks, config.node, rank},
       failures_(memory_, numbers_, config.num_nodes * config.num_experts, node_timeout_s(), timeout_s) {
-    try {
-        allocate();
-    } catch (...) {
-        release();
-        throw;
-    }
-}
-
-void NvlinkExchange::allocate() {
     const DeviceGuard guard(device_);
     num_multiprocessors_ = attribute(cudaDevAttrMultiProcessorCount, device_);
     shared_bytes_ = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_);
@@ -48,7 +39,7 @@ void NvlinkExchange::allocate() {
                                  std::to_string(config_.num_nodes) + " nodes need one each");
     memory_.allocate(layout_.total_bytes, layout_.inbox, layout_.left);
     host_ = new_pinned<HostSlots>(sizeof(int) * num_local_experts());
-    expert_counts_ = reinterpret_cast<int*>(host_ + 1);
+    expert_counts_ = reinterpret_cast<int*>(static_cast<HostSlots*>(host_) + 1);
     allocate_scratch();
     failures_.create();
     last_.create();
@@ -69,7 +60,7 @@ void NvlinkExchange::allocate_scratch() {
                             array_of(&r.send_token, n * config_.num_ranks),
                             array_of(&r.send_counts, config_.num_sources()),
                             array_of(&r.recv_first, config_.num_sources())};
-    allocate_arrays(&scratch_, arrays, "cannot allocate the scratch");
+    allocate_arrays(scratch_, arrays, "cannot allocate the scratch");
 }
 
 void NvlinkExchange::free() {
@@ -95,22 +86,13 @@ NvlinkExchange::~NvlinkExchange() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
     const DeviceGuard guard(device_, std::nothrow);
     cudaDeviceSynchronize();
-    release();
+    rail_.reset();
 }
 
 void NvlinkExchange::attach_rail(const RailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes) {
     const DeviceGuard guard(device_);
     load_combine_of_nodes();
     rail_ = std::make_unique<Rail>(config_, shim, reinterpret_cast<std::byte*>(bases.at(0)), pes, timeout_s_);
-}
-
-void NvlinkExchange::release() {
-    rail_.reset();
-    failures_.destroy();
-    last_.destroy();
-    streams_.destroy();
-    cudaFree(scratch_);
-    cudaFreeHost(host_);
 }
 
 }  // namespace deepep_moe

@@ -15,10 +15,10 @@ std::string name_of_rank(int rank) { return "rank " + std::to_string(rank); }
 
 }  // namespace
 
-void Failures::create() { check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate"); }
-
-void Failures::destroy() {
-    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+void Failures::create() {
+    cudaStream_t stream = nullptr;
+    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    stream_ = stream;
 }
 
 GpuFailure Failures::take(GpuFailure& slot, void* words, size_t num_bytes, const std::function<bool()>& is_done) const {

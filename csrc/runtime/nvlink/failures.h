@@ -38,7 +38,6 @@ public:
     Failures(const GpuMemory& memory, const RankNumbers& numbers, int num_experts, double timeout_s, double rail_timeout_s)
         : memory_(memory), numbers_(numbers), num_experts_(num_experts), timeout_s_(timeout_s), rail_timeout_s_(rail_timeout_s) {}
     void create();  // on the current device, before use
-    void destroy();
 
     // Return the failure in `slot`. Once `is_done` says that the buffer's own work has ended, clear the slot and the `num_bytes` of device
     // memory at `words`, by which kernels know of the failure. After a failure that work ends within microseconds. But other work on the
@@ -66,7 +65,7 @@ private:
     const RankNumbers numbers_;
     const int num_experts_;
     const double timeout_s_, rail_timeout_s_;
-    cudaStream_t stream_ = nullptr;  // used only by this object, so that its copies wait for no other work
+    Stream stream_;  // used only by this object, so that its copies wait for no other work
 };
 
 }  // namespace deepep_moe

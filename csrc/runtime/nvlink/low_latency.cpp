@@ -37,15 +37,6 @@ NvlinkLowLatency::NvlinkLowLatency(const LowLatencyConfig& config, int rank, int
       failed_mark_(new_mark()),
       memory_(ranks_per_node, rank, device, first_rank_),
       failures_(memory_, {config.num_ranks, 0, rank}, config.num_experts, timeout_s, timeout_s) {
-    try {
-        allocate();
-    } catch (...) {
-        release();
-        throw;
-    }
-}
-
-void NvlinkLowLatency::allocate() {
     const DeviceGuard guard(device_);
     const int64_t shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_) - kStaticSharedBytes,
                   needed = std::max(low_latency_shared_bytes(config_), low_latency_combine_shared_bytes());
@@ -57,7 +48,7 @@ void NvlinkLowLatency::allocate() {
     num_blocks = std::min(blocks * attribute(cudaDevAttrMultiProcessorCount, device_), kLowLatencyMaxBlocks);
     memory_.allocate(layout_.total_bytes, layout_.total_bytes, layout_.left);
     const Array counters = array_of(&state_, 1);
-    allocate_arrays(counters.first, {&counters, 1}, "cannot allocate the counters");
+    allocate_arrays(counters_, {&counters, 1}, "cannot allocate the counters");
     host_ = new_pinned<HostSlots>();
     failures_.create();
     last_.create();
@@ -80,14 +71,6 @@ NvlinkLowLatency::~NvlinkLowLatency() {
     const DeviceGuard guard(device_, std::nothrow);
     cudaDeviceSynchronize();
     rail_.reset();
-    release();
-}
-
-void NvlinkLowLatency::release() {
-    failures_.destroy();
-    last_.destroy();
-    cudaFree(state_);
-    cudaFreeHost(host_);
 }
 
 std::string NvlinkLowLatency::handle() const {

@@ -58,8 +58,6 @@ public:
 
 private:
     int num_nodes() const { return config_.num_ranks / ranks_per_node_; }
-    void allocate();
-    void release();
     void check_link(int rank, const std::string& bus) const;
     LowLatencyContext context() const;
     void control(LowLatencyControlParams& params, uintptr_t stream);
@@ -80,12 +78,13 @@ private:
     GpuMemory memory_;
     std::unique_ptr<LowLatencyRail> rail_;
     Failures failures_;
+    DeviceMemory counters_;
     LowLatencyState* state_ = nullptr;
     struct HostSlots {
         GpuFailure failure;
         unsigned masks;
     };
-    HostSlots* host_ = nullptr;  // pinned
+    Owned<HostSlots*, &cudaFreeHost> host_;  // pinned
     LastStreams last_;
     std::mutex enqueuing_;                // one thread enqueues at a time: one may send while another receives
     std::atomic<int64_t> num_calls_ = 0;  // another thread may ask

@@ -1,7 +1,5 @@
 #include "runtime/nvlink/memory.h"
 
-#include <unistd.h>
-
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -35,13 +33,15 @@ void explained(const std::string& failure, const Do& it) {
 
 }  // namespace
 
-void allocate_arrays(void** memory, std::span<const Array> arrays, const char* failure) {
+void allocate_arrays(DeviceMemory& memory, std::span<const Array> arrays, const char* failure) {
     const auto whole_lines = [](int64_t bytes) { return (bytes + 127) / 128 * 128; };
     int64_t total = 0;
     for (const auto& [pointer, bytes] : arrays) total += whole_lines(bytes);
-    check_cuda(cudaMalloc(memory, total), failure);
-    check_cuda(cudaMemset(*memory, 0, total), "cudaMemset");
-    auto* next = static_cast<std::byte*>(*memory);
+    void* all = nullptr;
+    check_cuda(cudaMalloc(&all, total), failure);
+    memory = all;
+    check_cuda(cudaMemset(all, 0, total), "cudaMemset");
+    auto* next = static_cast<std::byte*>(all);
     for (const auto& [pointer, bytes] : arrays) *pointer = std::exchange(next, next + whole_lines(bytes));
 }
 

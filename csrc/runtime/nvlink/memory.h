@@ -1,6 +1,8 @@
 // Allocates memory of this GPU, and maps memory of the GPUs of one host: a rank's workspace and those of its peers.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <memory>
 #include <new>
@@ -17,6 +19,30 @@
 
 namespace deepep_moe {
 
+// Owns what CUDA has made. A process forked from the one that made it has no CUDA, and drops it.
+template <class Handle, auto kDestroy>
+class Owned {
+public:
+    Owned(Handle handle = nullptr) : handle_(handle) {}
+    Owned(const Owned&) = delete;
+    Owned& operator=(Owned&& other) noexcept {
+        std::swap(handle_, other.handle_);
+        return *this;
+    }
+    ~Owned() {
+        if (handle_ != nullptr && getpid() == owner_pid_) kDestroy(handle_);
+    }
+    operator Handle() const { return handle_; }
+    Handle operator->() const { return handle_; }
+
+private:
+    Handle handle_;
+    const pid_t owner_pid_ = getpid();
+};
+using DeviceMemory = Owned<void*, &cudaFree>;
+using Event = Owned<cudaEvent_t, &cudaEventDestroy>;
+using Stream = Owned<cudaStream_t, &cudaStreamDestroy>;
+
 // Returns a new T in host memory that kernels can write, with `more_bytes` behind it. cudaFreeHost frees it.
 template <class T>
 T* new_pinned(size_t more_bytes = 0) {
@@ -31,9 +57,9 @@ template <class T>
 Array array_of(T** pointer, int64_t count) {
     return {reinterpret_cast<void**>(pointer), count * static_cast<int64_t>(sizeof(T))};
 }
-// Allocate device memory for these arrays, zeroed, each on a boundary of 128 bytes. `memory` gets the whole, for cudaFree, also if an error
-// follows. `failure` begins the message of an error.
-void allocate_arrays(void** memory, std::span<const Array> arrays, const char* failure);
+// Allocate device memory for these arrays, zeroed, each on a boundary of 128 bytes. `memory` gets the whole. `failure` begins the message
+// of an error.
+void allocate_arrays(DeviceMemory& memory, std::span<const Array> arrays, const char* failure);
 
 // Sets the calling thread's device, and restores the old one at the end of the scope.
 class DeviceGuard {

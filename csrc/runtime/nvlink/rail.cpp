@@ -4,7 +4,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "runtime/nvlink/memory.h"
 #include "runtime/nvlink/streams.h"
 
 namespace deepep_moe {
@@ -41,24 +40,10 @@ Rail::Rail(const GpuWorkspaceConfig& config, const RailShim& shim, std::byte* ba
                             array_of(&made_.tokens, tokens),
                             array_of(&made_.out_counts, config.num_nodes),
                             array_of(&node_topk_weights_, tokens * config.num_topk)};
-    try {
-        allocate_arrays(&scratch_, arrays, "cannot allocate the scratch of the rail");
-        stream_ = new_urgent_stream();  // kernels of the node wait for the rail's few blocks
-        forked_ = new_event(), moved_ = new_event();
-        check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    } catch (...) {
-        release();
-        throw;
-    }
-}
-
-Rail::~Rail() { release(); }
-
-void Rail::release() {
-    for (cudaEvent_t event : {forked_, moved_})
-        if (event != nullptr) cudaEventDestroy(event);
-    if (stream_ != nullptr) cudaStreamDestroy(stream_);
-    cudaFree(scratch_);
+    allocate_arrays(scratch_, arrays, "cannot allocate the scratch of the rail");
+    stream_ = new_urgent_stream();  // kernels of the node wait for the rail's few blocks
+    forked_ = new_event(), moved_ = new_event();
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
 void Rail::meet(const GpuContext& context, const GpuStamp& stamp, const RailCall& call, const int32_t* handle_counts, cudaStream_t stream) {

@@ -9,6 +9,7 @@
 #include "cuda/launch.h"
 #include "cuda/rail.h"
 #include "runtime/nvlink/call.h"
+#include "runtime/nvlink/memory.h"
 
 namespace deepep_moe {
 
@@ -18,7 +19,6 @@ class Rail {
 public:
     // NvlinkExchange::attach_rail describes the arguments. Uses the current device. Throws std::invalid_argument for another build's shim.
     Rail(const GpuWorkspaceConfig& config, const RailShim& shim, std::byte* base, const std::vector<int>& pes, double timeout_s);
-    ~Rail();
     Rail(const Rail&) = delete;
 
     // Launch the call's first kernel on its stream; the kernels behind it know which tokens are in this node. `handle_counts` is the
@@ -41,17 +41,16 @@ public:
 
 private:
     GpuRail view() const;
-    void release();
 
     const GpuWorkspaceConfig config_;
     const RailShim& shim_;
     const unsigned long long timeout_ns_;
     RailContext made_{};  // without the context of a call
     float* node_topk_weights_ = nullptr;
-    void* scratch_ = nullptr;
+    DeviceMemory scratch_;
     RailCall call_{};  // the last call
-    cudaStream_t stream_ = nullptr;
-    cudaEvent_t forked_ = nullptr, moved_ = nullptr;
+    Stream stream_;
+    Event forked_, moved_;
     bool is_moving_ = false;
 };
 

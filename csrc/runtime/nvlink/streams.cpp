@@ -47,11 +47,6 @@ unsigned long long capture_of(cudaStream_t stream) {
 
 void LastStreams::create() { followed_ = new_event(), ended_ = new_event(); }
 
-void LastStreams::destroy() {
-    for (cudaEvent_t event : {followed_, ended_})
-        if (event != nullptr) cudaEventDestroy(event);
-}
-
 void LastStreams::follow(cudaStream_t stream) {
     const unsigned long long capture = capture_of(stream);
     const bool captures = capture != 0;
@@ -91,15 +86,8 @@ bool LastStreams::is_done() const {
 // ---- sending beside the call's stream ----
 
 void SendStreams::create() {
-    for (cudaStream_t* stream : {&sending, &copying, &announcing}) *stream = new_urgent_stream();
-    for (cudaEvent_t* event : {&forked_, &sent_, &copied_}) *event = new_event();
-}
-
-void SendStreams::destroy() {
-    for (cudaEvent_t event : {forked_, sent_, copied_})
-        if (event != nullptr) cudaEventDestroy(event);
-    for (cudaStream_t stream : {sending, copying, announcing})
-        if (stream != nullptr) cudaStreamDestroy(stream);
+    for (Stream* stream : {&sending, &copying, &announcing}) *stream = new_urgent_stream();
+    for (Event* event : {&forked_, &sent_, &copied_}) *event = new_event();
 }
 
 void SendStreams::fork(cudaStream_t stream) {

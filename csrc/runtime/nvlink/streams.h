@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "runtime/nvlink/call.h"
+#include "runtime/nvlink/memory.h"
 
 namespace deepep_moe {
 
@@ -24,8 +25,7 @@ unsigned long long capture_of(cudaStream_t stream);  // the number of the stream
 // graph waits for the last one of that capture. An external stream is not touched once its call has ended.
 class LastStreams {
 public:
-    void create();  // on the current device, before use
-    void destroy();
+    void create();                                                          // on the current device, before use
     void begins(uintptr_t stream) { is_external_ = is_external(stream); }   // a call, or its second half, begins
     void follow(cudaStream_t stream);                                       // a first half begins, and waits for the call before
     void go_on(cudaStream_t stream) { go_on(stream, capture_of(stream)); }  // the rest of the call is on this stream
@@ -42,7 +42,7 @@ private:
     bool is_external_ = false, captures_ = false;  // about the stream of the call in progress
     bool is_marked_ = false;                       // `ended_` stands for `running_`, which is external
     unsigned long long capture_ = 0;               // the capture of `captured_`
-    cudaEvent_t followed_ = nullptr, ended_ = nullptr;
+    Event followed_, ended_;
 };
 
 // A call sends on these high-priority streams of the buffer while its own stream goes on. `fork` lets `sending` follow the call's stream.
@@ -50,8 +50,6 @@ private:
 class SendStreams {
 public:
     void create();
-    void destroy();
-
     void fork(cudaStream_t stream);
     void follow_fork(cudaStream_t stream);  // lets another stream wait for the work that the last `fork` followed
     void has_sent(cudaStream_t stream);     // the last work of the sending is on `stream` now
@@ -60,10 +58,10 @@ public:
     bool is_done() const;                      // whether these streams have finished
     void announce_after(cudaStream_t copies);  // `announcing` waits for the work that is on `copies` now
 
-    cudaStream_t sending = nullptr, copying = nullptr, announcing = nullptr;
+    Stream sending, copying, announcing;
 
 private:
-    cudaEvent_t forked_ = nullptr, sent_ = nullptr, copied_ = nullptr;
+    Event forked_, sent_, copied_;
     bool is_sending_ = false;
     unsigned long long sends_in_ = 0;  // the capture that the fork was in, or 0
 };
