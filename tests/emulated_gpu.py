@@ -194,6 +194,7 @@ def install() -> None:
         current_stream=torch.cuda.current_stream,
         is_current_stream_capturing=torch.cuda.is_current_stream_capturing,
         get_device_name=torch.cuda.get_device_name,
+        get_device_capability=torch.cuda.get_device_capability,
     )
 
     low_latency.torch = nvlink.torch

@@ -11,7 +11,8 @@ struct GpuRing {
     int warps, stages;
 };
 
-// The settings of a buffer are fitted to the device at first (runtime/nvlink/fit.h). A profile or benchmark may change them between calls.
+// The settings of a buffer are fitted to the device at first (deepep_moe/tuning/fit.py). A profile or benchmark may change them between
+// calls.
 struct GpuTuning {
     GpuRing ring{6, 4};            // ring of one block, if its rows fit into kRingBytes
     bool uses_bulk_copies = true;  // if not, rows move by 16-byte loads and stores, the only way before sm_90

@@ -1,4 +1,4 @@
-"""The number of SMs that send on a machine without a profile (csrc/runtime/nvlink/fit.cpp)."""
+"""The number of SMs that send on a machine without a profile (deepep_moe/tuning/fit.py)."""
 
 import json
 import re
@@ -6,32 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from deepep_moe import _C
-
-if not _C.build_info()["nvlink"]:
-    pytest.skip("compiled with nvcc only", allow_module_level=True)
-
-
-def fit(num_sms: int, capability: int = 9, link_gbps: float | None = None) -> tuple[int, int]:
-    fitted = _C.gpu_fit_tuning(num_multiprocessors=num_sms, capability_major=capability, link_gbps=link_gbps)
-    return fitted.num_sms, fitted.num_sms_of_sums
+from deepep_moe.tuning.fit import fit
 
 
 @pytest.mark.parametrize(("num_sms", "link_gbps", "expected"), [(148, 714, (23, 27)), (132, 178.5, (6, 7))])
 def test_link(num_sms, link_gbps, expected):
     """In proportion to the rate of the link: that of NVLink 5, and half of NVLink 4's."""
-    assert fit(num_sms, link_gbps=link_gbps) == expected
+    assert fit(num_sms, 9, link_gbps) == expected
 
 
 @pytest.mark.parametrize(("num_sms", "expected"), [(12, 3), (4, 1), (3, 1), (1, 1)])
 def test_small_share_of_a_gpu(num_sms, expected):
     """At most a quarter of the SMs sends, and at least one."""
-    assert fit(num_sms)[0] == expected
-
-
-@pytest.mark.parametrize("capability", (8, 9, 12))
-def test_bulk_copies(capability):
-    assert _C.gpu_fit_tuning(num_multiprocessors=108, capability_major=capability).uses_bulk_copies == (capability >= 9)
+    assert fit(num_sms, 9)[0] == expected
 
 
 # ---- docs/tuning.md ----
@@ -53,10 +40,10 @@ def test_table_of_the_sweep():
 
 def test_table_of_machines():
     for machine, (num_sms, num_sms_of_sums) in {
-        "H100, H200: 132 SMs": fit(132),
-        "B200: 148 SMs; not measured": fit(148, capability=10),
-        "half of an H100 (66 SMs, MPS)": fit(66),
-        "a quarter of an H100 (33 SMs, MPS)": fit(33),
-        "GPUs before sm_90 (no bulk copies), and others whose link is not known": fit(108, capability=8),
+        "H100, H200: 132 SMs": fit(132, 9),
+        "B200: 148 SMs; not measured": fit(148, 10),
+        "half of an H100 (66 SMs, MPS)": fit(66, 9),
+        "a quarter of an H100 (33 SMs, MPS)": fit(33, 9),
+        "GPUs before sm_90 (no bulk copies), and others whose link is not known": fit(108, 8),
     }.items():
         assert f"| {machine} | {num_sms} | {num_sms_of_sums} |" in PAGE

@@ -1,12 +1,10 @@
 // Binds the GPU library: its exchange, low-latency calls, and kernels of one GPU.
 #include <algorithm>
 #include <numeric>
-#include <optional>
 #include <vector>
 
 #include "bindings/tensor.h"
 #include "cuda/launch.h"
-#include "runtime/nvlink/fit.h"
 #include "runtime/nvlink/guarded.h"
 
 using namespace deepep_moe;
@@ -34,13 +32,6 @@ void bind_tuning(py::module_& m) {
         .def_readwrite("num_sms_of_sums", &GpuTuning::num_sms_of_sums)
         .def_readwrite("max_sms", &GpuTuning::max_sms)
         .def_readwrite("num_rail_sms", &GpuTuning::num_rail_sms);
-    m.def(
-        "gpu_fit_tuning",
-        [](int num_multiprocessors, int capability_major, std::optional<double> link_gbps) {
-            const double link = link_gbps.value_or(link_gbps_of(capability_major));
-            return fit_tuning({num_multiprocessors, capability_major, link});
-        },
-        py::kw_only(), py::arg("num_multiprocessors"), py::arg("capability_major"), py::arg("link_gbps") = py::none());
 }
 
 // Arguments count all nodes, and the tokens of one rank. The config counts one node, and the tokens that a rank serves, each node's share

@@ -5,7 +5,6 @@
 
 #include "cuda/launch.h"
 #include "runtime/nvlink/exchange.h"
-#include "runtime/nvlink/fit.h"
 
 namespace deepep_moe {
 
@@ -22,9 +21,7 @@ NvlinkExchange::NvlinkExchange(const GpuWorkspaceConfig& config, int rank, int d
     const DeviceGuard guard(device_);
     num_multiprocessors_ = attribute(cudaDevAttrMultiProcessorCount, device_);
     shared_bytes_ = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_);
-    const int capability_major = attribute(cudaDevAttrComputeCapabilityMajor, device_);
-    tuning = fit_tuning({num_multiprocessors_, capability_major, link_gbps_of(capability_major)});
-    has_early_launch_ = tuning.uses_bulk_copies;
+    has_early_launch_ = tuning.uses_bulk_copies = attribute(cudaDevAttrComputeCapabilityMajor, device_) >= 9;
     if (config_.num_slots() >= static_cast<int64_t>(kRefused))
         throw std::invalid_argument("num_max_tokens_per_rank is " + std::to_string(config_.num_max_tokens) + "; this backend counts to " +
                                     std::to_string((kRefused - 1) / (config_.num_slots() / config_.num_max_tokens)));

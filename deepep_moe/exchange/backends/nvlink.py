@@ -29,6 +29,7 @@ from deepep_moe.exchange.handle import DispatchHandle, PackedHandle, TracedHandl
 from deepep_moe.group.gpu_memory import GpuMemory, RailMemory
 from deepep_moe.group.settings import Settings
 from deepep_moe.tuning import SETTINGS, Machine, Values
+from deepep_moe.tuning.fit import fit
 
 if TYPE_CHECKING:
     from deepep_moe._torch import Calls as NativeCalls
@@ -63,8 +64,10 @@ class NvlinkBackend(GpuMemory, Backend):
         )
         self.capabilities = Capabilities(device_types=(device.GPU,), can_scale=True, shares_rows=settings.num_nodes == 1)
         self.workspace_bytes: int = self._native.workspace_bytes
+        sizes = fit(self._native.num_multiprocessors, torch.cuda.get_device_capability()[0])
+        self.tuning.num_sms, self.tuning.num_sms_of_sums = sizes
         self.fitted = Values(**{name: getattr(self._native.tuning, name) for name in SETTINGS})
-        """Settings that the native code chose for the device, before any profile."""
+        """Settings for the device, before any profile."""
         self._calls: NativeCalls = None  # type: ignore[assignment]  # until `native_calls`
 
     @property
