@@ -138,13 +138,20 @@ std::optional<ExpertRows> Calls::expert_rows_of(at::TensorList tensors, const Ha
     if (!can_fuse() || static_cast<int64_t>(tensors.size()) != settings.num_local_experts || tensors.size() > kMaxExpertTensors ||
         !tensors[0].defined() || !can_be_summed(tensors[0].scalar_type()))
         return std::nullopt;
-    TensorArg args[kMaxExpertTensors];
+    ExpertRows expert_rows{static_cast<int>(tensors.size()), {}, {}};
+    int64_t first_row = 0;
     for (size_t i = 0; i < tensors.size(); ++i) {
-        const Tensor& tensor = tensors[i];
-        if (!is_here(tensor) || tensor.scalar_type() != tensors[0].scalar_type() || !tensor.is_contiguous()) return std::nullopt;
-        args[i] = arg_of(tensor);
+        const Tensor& part = tensors[i];
+        if (!is_here(part) || part.scalar_type() != tensors[0].scalar_type() || !part.is_contiguous()) return std::nullopt;
+        const TensorArg arg = arg_of(part);
+        const bool has_shape = arg.num_dims == tensors[0].dim() && arg.num_columns == settings.hidden &&
+                               arg.inner_rows == handle.counts_on_host()[i] && arg.num_leading == 1;
+        if (!has_shape || arg.row_bytes() % kRowAlignment != 0 || arg.address % kRowAlignment != 0) return std::nullopt;
+        expert_rows.first_row[i] = static_cast<int>(first_row);
+        expert_rows.rows[i] = arg.address - first_row * arg.row_bytes();
+        first_row += arg.num_rows;
     }
-    return deepep_moe::expert_rows_of({args, tensors.size()}, handle.counts_on_host().data(), settings.hidden, handle.num_rows);
+    return first_row == handle.num_rows ? std::optional(expert_rows) : std::nullopt;
 }
 
 bool Calls::can_join(at::TensorList tensors, const Handle& handle) const {

@@ -1,9 +1,6 @@
 // Describes a call of the exchange by tensors and a handle.
 #pragma once
 
-#include <optional>
-#include <span>
-
 #include "common/tensor_arg.h"
 #include "common/signature.h"
 #include "cuda/rail.h"
@@ -136,27 +133,6 @@ struct GpuDispatchCall {
 
     int64_t slot_bytes() const { return GpuSlotLayout(params.row_bytes, params.scale_bytes).bytes; }
 };
-
-// Returns the rows of each local expert in a dispatch of `num_rows` rows without padding, with `counts` rows each. Returns nothing if the
-// kernels cannot read the tensors in place: each must be [1, ..., num_rows, hidden] of whole pieces. Callers have checked that the tensors
-// are contiguous and have the same dtype and device.
-inline std::optional<ExpertRows> expert_rows_of(std::span<const TensorArg> tensors, const int64_t* counts, int64_t hidden,
-                                                int64_t num_rows) {
-    if (tensors.size() > kMaxExpertTensors) return std::nullopt;
-    ExpertRows expert_rows{};
-    int64_t first_row = 0;
-    for (size_t i = 0; i < tensors.size(); ++i) {
-        const TensorArg& part = tensors[i];
-        const bool has_shape =
-            part.num_dims == tensors[0].num_dims && part.num_columns == hidden && part.inner_rows == counts[i] && part.num_leading == 1;
-        if (!has_shape || part.row_bytes() % kRowAlignment != 0 || part.address % kRowAlignment != 0) return std::nullopt;
-        expert_rows.first_row[i] = static_cast<int>(first_row);
-        expert_rows.rows[i] = part.address - first_row * part.row_bytes();
-        first_row += part.num_rows;
-    }
-    expert_rows.num_tensors = static_cast<int>(tensors.size());
-    return first_row == num_rows ? std::optional(expert_rows) : std::nullopt;
-}
 
 struct GpuCombineCall {
     GpuPlanParams plan;
