@@ -218,6 +218,7 @@ class NvlinkExchange(_GpuWorkspace):
         copies: Tensor,
         slots: list[Tensor],
         home: list[Tensor],
+        home_strides: list[int],
         returns: bool,
         slot_dtype: DType,
         home_dtype: DType,

@@ -29,30 +29,17 @@ inline TensorArg tensor_arg(py::handle tensor) {
     return arg;
 }
 
-inline MatrixArg matrix_arg(py::handle tensor) {
-    MatrixArg arg{tensor_arg(tensor)};
-    if (!arg.is_there) return arg;
-    if (arg.num_dims != 2) throw py::type_error("expected a tensor of two dimensions");
-    const auto strides = tensor.attr("stride")().cast<std::pair<int64_t, int64_t>>();
-    arg.row_stride = strides.first, arg.column_stride = strides.second;
-    return arg;
-}
-
 }  // namespace deepep_moe
 
 namespace pybind11::detail {
 
-template <class Arg, Arg (*of)(py::handle)>
-struct tensor_caster {
-    PYBIND11_TYPE_CASTER(Arg, const_name("torch.Tensor | None"));
+template <>
+struct type_caster<deepep_moe::TensorArg> {
+    PYBIND11_TYPE_CASTER(deepep_moe::TensorArg, const_name("torch.Tensor | None"));
     bool load(handle source, bool) {
-        value = of(source);
+        value = deepep_moe::tensor_arg(source);
         return true;
     }
 };
-template <>
-struct type_caster<deepep_moe::TensorArg> : tensor_caster<deepep_moe::TensorArg, deepep_moe::tensor_arg> {};
-template <>
-struct type_caster<deepep_moe::MatrixArg> : tensor_caster<deepep_moe::MatrixArg, deepep_moe::matrix_arg> {};
 
 }  // namespace pybind11::detail

@@ -188,10 +188,11 @@ int64_t largest_divisor(int64_t number, int64_t most) {
     return divisor;
 }
 
-// Moves between slots [num_slots, elements] in the expert slots and home [num_local_experts, elements]. Weights are bytes. A number of
-// elements is a multiple of kStep.
-void move_experts(GuardedExchange& self, const TensorArg& copies, const std::vector<TensorArg>& slots, const std::vector<MatrixArg>& home,
-                  bool returns, DType slot_dtype, DType home_dtype, int num_sms, uintptr_t stream) {
+// Moves between slots [num_slots, elements] in the expert slots and home [num_local_experts, elements], whose entries are home_strides
+// elements apart. Weights are bytes. A number of elements is a multiple of kStep.
+void move_experts(GuardedExchange& self, const TensorArg& copies, const std::vector<TensorArg>& slots, const std::vector<TensorArg>& home,
+                  const std::vector<int64_t>& home_strides, bool returns, DType slot_dtype, DType home_dtype, int num_sms,
+                  uintptr_t stream) {
     const int64_t kStep = returns ? 8 : kRowAlignment, kMostSteps = returns ? 128 : 1024;
     if (slots.empty() || slots.size() != home.size() || slots.size() > kMaxSlotTensors) throw std::invalid_argument("not 1 to 8 tensors");
     GpuExpertSlotsParams params{};
@@ -207,7 +208,7 @@ void move_experts(GuardedExchange& self, const TensorArg& copies, const std::vec
     uint64_t digest = params.num_slots + 257 * params.num_local_experts + static_cast<int>(slot_dtype);
     for (int i = 0; i < params.num_tensors; ++i) {
         params.tensors[i] = {static_cast<int64_t>(slots[i].address - self.workspace()), slots[i].num_columns / params.unit,
-                             home[i].as<std::byte*>(), home[i].row_stride * home[i].element_bytes};
+                             home[i].as<std::byte*>(), home_strides[i] * home[i].element_bytes};
         for (const int64_t number : {params.tensors[i].slots, slots[i].row_bytes()})
             digest = (digest ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15ull, digest ^= digest >> 32;
     }
@@ -288,8 +289,8 @@ void bind_gpu(py::module_& m) {
         .def_readwrite("allows_excess", &NvlinkExchange::allows_excess)
         .def("leave", &NvlinkExchange::leave, Released())
         .def("settle", &NvlinkExchange::settle, Released())
-        .def("move_experts", &move_experts, py::kw_only(), py::arg("copies"), py::arg("slots"), py::arg("home"), py::arg("returns"),
-             py::arg("slot_dtype"), py::arg("home_dtype"), py::arg("num_sms"), py::arg("stream"), Released())
+        .def("move_experts", &move_experts, py::kw_only(), py::arg("copies"), py::arg("slots"), py::arg("home"), py::arg("home_strides"),
+             py::arg("returns"), py::arg("slot_dtype"), py::arg("home_dtype"), py::arg("num_sms"), py::arg("stream"), Released())
         .def_property_readonly("expert_slots", &NvlinkExchange::expert_slots)
         .def("check_untold", &NvlinkExchange::check_untold);
     m.def(

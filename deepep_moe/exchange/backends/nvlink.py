@@ -127,7 +127,8 @@ class NvlinkBackend(GpuMemory, Backend):
 
     def move_experts(self, args: MoveExpertsArgs) -> None:
         self._native.move_experts(
-            copies=args.copies, slots=args.slots, home=args.home, returns=args.returns,
+            copies=args.copies, slots=args.slots, home=args.home, home_strides=[tensor.stride(0) for tensor in args.home],
+            returns=args.returns,
             slot_dtype=DTYPES[args.slots[0].dtype] if args.returns else DTYPES[torch.float32],
             home_dtype=DTYPES[args.home[0].dtype] if args.returns else DTYPES[torch.float32],
             num_sms=-1 if args.num_sms is None else args.num_sms, stream=call_stream(self.device),
