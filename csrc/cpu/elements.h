@@ -16,11 +16,7 @@
 #endif
 
 // DEEPEP_MOE_INLINE: a helper of such a function; only what is inlined into a clone is compiled for the clone's level.
-#if defined(__GNUC__) || defined(__clang__)
 #define DEEPEP_MOE_INLINE inline __attribute__((always_inline))
-#else
-#define DEEPEP_MOE_INLINE inline
-#endif
 
 namespace deepep_moe {
 
