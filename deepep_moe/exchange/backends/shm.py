@@ -21,7 +21,8 @@ from deepep_moe.exchange.backends.base import (
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.group.settings import Settings
 from deepep_moe.host_pool import HostPool
-from deepep_moe.ops.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
+from deepep_moe.ops.lanes import count_lanes
+from deepep_moe.ops.routing import refuse_bad_routing
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -125,10 +126,8 @@ class ShmBackend(Backend):
     def _own_counts(self, topk_idx: Tensor) -> Tensor:
         """Return [num_channels, num_ranks + num_experts] int32: tokens of each channel, an equal share, for each rank and expert."""
         s, num_tokens = self.settings, len(topk_idx)
-        in_rank = is_token_in_rank(topk_idx, s.num_ranks, s.num_local_experts)
-        ends = [num_tokens * channel // self.num_channels for channel in range(1, self.num_channels + 1)]
-        parts = zip(topk_idx.tensor_split(ends[:-1]), in_rank.tensor_split(ends[:-1]), strict=True)
-        return torch.stack([torch.cat([ranks.sum(0), num_tokens_per_expert(idx, s.num_experts)]) for idx, ranks in parts]).to(torch.int32)
+        ends = [num_tokens * channel // self.num_channels for channel in range(1, self.num_channels)]
+        return torch.stack([torch.cat(count_lanes(part, s.num_experts, s.num_ranks)[:2]) for part in topk_idx.tensor_split(ends)])
 
     def _allocate(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle) -> Rows:
         """Allocate the outputs of a dispatch. Rows that nobody sends (padding, and the rest up to a bound) are zero already."""
