@@ -321,7 +321,10 @@ def test_peers_learn_of_a_failure(rank, num_ranks, where, backend):
     with pytest.raises(
         ValueError if rank == failing else EPPeerError, match="failed" if rank != failing and where == "backward" else "broken here"
     ):
-        layer(tokens_of(rank, 1).to(layer.experts.up.device).requires_grad_()).sum().backward()
+        y = layer(tokens_of(rank, 1).to(layer.experts.up.device).requires_grad_())
+        if where != "backward":
+            look(layer.buffer)
+        y.sum().backward()
         look(layer.buffer)
     assert time.monotonic() - begin < 30
     dist.barrier()  # until here the failing rank lives: a thread of autograd drops the pass that failed, which refuses the call
