@@ -10,9 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh")
 LIMITS = {
-    "lines of deepep_moe, csrc and integrations": 43_500,
+    "lines of deepep_moe, csrc and integrations": 43_050,
     "lines of benchmarks": 4_500,
-    "lines of tests": 30_930,
+    "lines of tests": 30_620,
     "words of docs and README": 48_460,
     "lines of JSON in benchmarks": 2_000,
     "times the word Any in Python code of deepep_moe and integrations": 485,
