@@ -21,7 +21,7 @@ constexpr size_t kMessageBytes = 512;
 constexpr int kEntries = 16;  // calls whose entries are kept: a rank that refuses or gives up calls gets ahead of the others
 constexpr size_t kRingBytes = size_t{1} << 20;  // bytes of all channels of one source together; more if rows are very long
 constexpr size_t kMinRingSlots = 8;
-constexpr uint64_t kSegmentMagic = 0x64656570'65700004;  // changes with this layout
+constexpr uint64_t kSegmentMagic = 0x64656570'65700005;  // changes with this layout
 
 enum class SegmentState : int { kAlive = 1, kDestroyed = 2 };
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "cuda/device/launch.cuh"
-#include "cuda/device/rows.cuh"
+#include "cuda/device/sync.cuh"
 #include "cuda/launch.h"
 
 namespace deepep_moe {

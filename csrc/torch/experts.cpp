@@ -123,7 +123,7 @@ private:
         bool x, w1, w2;
     };
 
-    // Gives memory back as soon as nothing reads it any more: the gradients of weights, which come last, are large.
+    // Gives back what only it holds before it makes the gradients of weights, which are large.
     static variable_list gradients(const variable_list& saved, Tensor grad, const Needs& needs, const Tensor& main_grad1,
                                    const Tensor& main_grad2) {
         const Tensor &x = saved[0], &w1 = saved[1], &w2 = saved[2], &probs = saved[3], &group_ends = saved[4], &inner = saved[5];
@@ -131,7 +131,7 @@ private:
         grad = grad.contiguous();
         if (!is_aligned(grad)) grad = grad.clone();
         Tensor grad_y = grouped_mm(grad, w2, group_ends), y = saved[6].defined() ? saved[6] : like_half_of(inner);
-        // Only this function has seen `inner`. If no other backward needs it, its gradient takes its place.
+        // If no other backward needs `inner`, its gradient takes its place. (A hook of saved tensors that keeps it sees that.)
         const Tensor grad_inner = torch::autograd::get_current_graph_task_keep_graph() ? at::empty_like(inner) : inner;
         const Tensor grad_probs = probs.defined() ? at::empty_like(probs) : Tensor();
         GpuSwigluParams params = params_of(inner, probs, group_ends, saved[6].defined() ? Tensor() : y);

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from deepep_moe import _C
 from deepep_moe.arguments import as_int
-from deepep_moe.device import FLOATS, is_gpu, launch
+from deepep_moe.device import FLOATS, is_gpu, launch, readable
 from deepep_moe.errors import EPError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.calls import ENDS, PASS_FAILED, notify_peers, watch_pass
@@ -263,7 +263,7 @@ class Planned:
 
         Args:
             product: computes rows of experts, and in `end` those of copies.
-            tensors: the rows, [num_rows, ...] each, which may be `QuantizedRows`.
+            tensors: the rows, [num_rows] or [num_rows, columns] each, which may be `QuantizedRows`.
             counts: the rows of the experts and of the copies. They may be on a GPU, but for what `is_whole` and not bounded.
             main_grads: fp32 tensors for up and down, or None. The gradients of weights are added there, those of copies too.
         """
@@ -319,14 +319,17 @@ class _Place:
         """Return the rows of copies. x: those of a rank, or `QuantizedRows`."""
         if isinstance(x, QuantizedRows):
             return QuantizedRows(self.take(x.values), self.take(x.scales))
-        return x[self._rows] if self._rows is not None else self._move(x.contiguous(), torch.empty_like(x), is_back=False)
+        if self._rows is not None:
+            return x[self._rows]
+        x = readable(x)
+        return self._move(x, torch.empty_like(x), is_back=False)
 
     def put(self, of_copies: Tensor, x: Tensor) -> None:
         """Write what `take` has returned, or values of it, to its place in x."""
         if self._rows is not None:
             x[self._rows] = of_copies
         else:
-            self._move(x, of_copies.contiguous(), is_back=True)
+            self._move(x, readable(of_copies), is_back=True)
 
     def _move(self, x: Tensor, of_copies: Tensor, is_back: bool) -> Tensor:
         launch(_C.gpu_rows_of_copies, x, of_copies, self._ends, self._num_home, is_back, on=x)
@@ -373,7 +376,7 @@ class _Rows(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
-        grad = grad.contiguous()
+        grad = readable(grad)
         for place, of_guests in ctx.of_guests:
             place.put(of_guests, grad)
         ctx.of_guests.clear()

@@ -194,7 +194,8 @@ void move_experts(GuardedExchange& self, const TensorArg& copies, const std::vec
                   const std::vector<int64_t>& home_strides, bool returns, DType slot_dtype, DType home_dtype, int num_sms,
                   uintptr_t stream) {
     const int64_t kStep = returns ? 8 : kRowAlignment, kMostSteps = returns ? 128 : 1024;
-    if (slots.empty() || slots.size() != home.size() || slots.size() > kMaxSlotTensors) throw std::invalid_argument("not 1 to 8 tensors");
+    if (slots.empty() || slots.size() != home.size() || home_strides.size() != home.size() || slots.size() > kMaxSlotTensors)
+        throw std::invalid_argument("not 1 to 8 tensors");
     GpuExpertSlotsParams params{};
     params.returns = returns;
     params.copies = copies.as<const int32_t*>();
