@@ -127,6 +127,7 @@ def records_of(ranks: list[MeasuredLayer], options: argparse.Namespace) -> list[
     dtype = str(DTYPES[options.dtype]).removeprefix("torch.")
     for (what, mode), kinds in first.differences.items():
         extra: dict[str, Any] = {"capacity_factor": CAPACITY_FACTOR, "num_layers": options.num_layers}
+        extra["workspace_bytes"] = first.workspace_bytes if mode == "exact" else None  # each mode has a buffer of its own
         extra |= {"ffn_hidden": options.ffn_hidden if what == "layer" else None, "differences": kinds}
         if first.kernel_us:
             fewest = (min(rank.kernel_us[what, kind] for rank in ranks) for kind in (mode, DEEPSPEED))  # of the rank that waits least

@@ -82,10 +82,9 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
         measured = Measured(ours[BF16].backend, hardware, versions, num_rows, {(LAYER, EACH): differences}, num_different=num_different)
         num_passes = options.micro_batches * -(-_MIN_CHAIN // options.micro_batches)  # the same for all: whole optimizer steps
         layers = {(LAYER, name): layer for name, layer in (ours | theirs).items()}
-        for layer in layers.values():
+        for key, layer in layers.items() if device.type == "cuda" else ():
             layer.release()
-        if device.type == "cuda":
-            measured.peak_bytes = {key: megatron_steps.peak_bytes(layer, num_passes) for key, layer in layers.items()}
+            measured.peak_bytes[key] = megatron_steps.peak_bytes(layer, num_passes)
         time = partial(megatron_steps.time_step, device=device, num_passes=num_passes)
         measured.times = harness.in_turns(layers, time, _WARMUP, options.repeats)
         for key, layer in layers.items() if device.type == "cuda" else ():

@@ -93,7 +93,7 @@ def record(
     """Return the record of `ours` with the baseline `theirs`. Wall times are compared, times of host and kernels stand beside."""
     first = ranks[0]
     settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "dtype": dtype, "layout": "expert"}
-    beside: dict[str, Any] = {"hardware": first.hardware, "rival_versions": first.versions, "workspace_bytes": first.workspace_bytes}
+    beside: dict[str, Any] = {"hardware": first.hardware, "rival_versions": first.versions}
     walls = []
     for prefix, key in (("", ours), ("rival_", theirs)):
         times = slowest(ranks, key)

@@ -128,7 +128,7 @@ def records_of(ranks: list[MeasuredLayer], options: argparse.Namespace) -> list[
     differences, ours = passes.worst(ranks), {"exchange": OURS, "layer": FLAG}
     records = []
     for what, name in (key for key in first.times if key[1] != ours[key[0]]):
-        extra: dict[str, Any] = {"ffn_hidden": options.ffn_hidden if what == "layer" else None}
+        extra: dict[str, Any] = {"ffn_hidden": options.ffn_hidden if what == "layer" else None, "workspace_bytes": first.workspace_bytes}
         extra |= {"rival_permutes_are_fused": megatron_steps.te_version() is not None, "differences": differences.get((what, name))}
         keys = (what, ours[what]), (what, name)
         records.append(harness.record(ranks, options, f"megatron {what} forward+backward", "bfloat16", *keys, sent * 4, **extra))

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from deepep_moe.nn.grouped_experts import GroupedExperts
 
 _Result = TypeVar("_Result")
-CALLS_OF_FORWARD = 3
-"""Calls of the slots that a forward makes, and its backward begins with. A rank that fails in a forward tells of all: its peers may have
-gone on to the backward before they see that their combine has failed."""
+CALLS_OF_PLAN = 2
+"""Calls of the slots that `Copies.plan` makes."""
 _WORDS = 4  # of the rows that `ExpertSlots` moves: multiples of 16 bytes
 
 
@@ -159,7 +158,7 @@ class Copies:
 
     def telling(self, buffer: Buffer) -> Callable[..., Any]:
         """Return `notify_peers_on_failure` for the parts of a forward that begins now. Peers in calls of the slots are told first."""
-        last_call = self.slots.num_calls + CALLS_OF_FORWARD
+        last_call = self.slots.num_calls + CALLS_OF_PLAN
 
         def tell(function: Callable[..., _Result], *args: object) -> _Result:
             of_buffer = buffer.num_calls
@@ -375,7 +374,9 @@ class _Rows(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
         grad = readable(grad)
         for place, of_guests in ctx.of_guests:
             place.put(of_guests, grad)

@@ -11,8 +11,8 @@ from typing import Any
 from deepep_moe.integrations.megatron.options import Config, Options
 
 _FIELDS = ("cuda_graph_modules", "cuda_graph_scope")  # from 0.19; before
-_MOE, _ROUTER, _ITERATION = "moe", "moe_router", "full_iteration"
-_HOLDERS = frozenset({"full", _MOE, _ITERATION})  # parts with dispatch and combine
+_MOE, _ROUTER, ITERATION = "moe", "moe_router", "full_iteration"
+_HOLDERS = frozenset({"full", _MOE, ITERATION})  # parts with dispatch and combine
 
 
 def graphed_parts(config: Config) -> tuple[str, frozenset[str]]:
@@ -25,8 +25,8 @@ def graphed_parts(config: Config) -> tuple[str, frozenset[str]]:
     if impl is None:
         switches = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
         impl = next((name for switch, name in switches.items() if getattr(config, switch, False)), "none")
-    if impl == _ITERATION:  # from 0.19
-        return impl, frozenset({_ITERATION})
+    if impl == ITERATION:  # from 0.19
+        return impl, frozenset({ITERATION})
     return impl, frozenset(getattr(part, "name", part) for field in _FIELDS for part in _parts_of(config, field))
 
 
@@ -57,7 +57,7 @@ def check_graphs(config: Config, options: Options, is_sync_free: bool) -> None:
     num_sms = getattr(config, "moe_flex_dispatcher_num_sms", None)
     if (options.num_sms if num_sms is None else num_sms) == 0:
         raise ValueError(f"{what}, but with num_sms=0 copy engines send, for which the host waits; give num_sms of 1 or more, or none")
-    if getattr(config, "overlap_moe_expert_parallel_comm", False) and _ITERATION not in parts:
+    if getattr(config, "overlap_moe_expert_parallel_comm", False) and ITERATION not in parts:
         raise ValueError(
             f"{what}, but overlap_moe_expert_parallel_comm runs a layer in parts, which no graph of a whole layer has; name only attn, "
             "moe_router and moe_preprocess"

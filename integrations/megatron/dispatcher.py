@@ -24,14 +24,14 @@ from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.integrations.common.warn_once import say_on
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
-from deepep_moe.integrations.megatron.cuda_graphs import check_graphs
+from deepep_moe.integrations.megatron.cuda_graphs import ITERATION, check_graphs, graphed_parts, holds_calls
 from deepep_moe.integrations.megatron.gating import choice_for, stage_group
 from deepep_moe.integrations.megatron.grouped_experts import whose_experts
 from deepep_moe.integrations.megatron.options import Config
 from deepep_moe.integrations.megatron.recompute import Dispatched, record, recorded, take_recorded, trains
 from deepep_moe.integrations.megatron.recv_capacity import FACTOR_FIELD, HOW_TO_GO_ON, RecvCapacity, is_judged_at_end
 from deepep_moe.integrations.megatron.shared_experts import SharedExperts, check_shared_overlap
-from deepep_moe.nn.balance import CALLS_OF_FORWARD, Copies, Planned, has_hooks
+from deepep_moe.nn.balance import CALLS_OF_PLAN, Copies, Planned, has_hooks
 from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.ops.fp8_products import check_products
 from deepep_moe.ops.lanes import LanesOfMap, weights_at
@@ -210,7 +210,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         buffer = self._buffer_for(hidden_states)
         self._forward = _Forward(buffer, buffer.num_calls)
         copies = self._copies()
-        last_call = 0 if copies is None else copies.slots.num_calls + CALLS_OF_FORWARD - (recorded() is not None)
+        last_call = 0 if copies is None else copies.slots.num_calls + (CALLS_OF_PLAN if recorded() is None else 1)
         self._runs_layer = True
         try:
             return forward(layer, hidden_states, *args, **kwargs)
@@ -558,6 +558,11 @@ def _check_config(config: Config, expert_alignment: int) -> None:
 
 def _check_balance(config: Config) -> None:
     """Raise ValueError for switches that copies of experts do not go with."""
+    if holds_calls(config) and ITERATION not in graphed_parts(config)[1]:
+        raise ValueError(
+            "a CUDA graph of layers would hold the dispatch, but balance is given; capture whole steps (full_iteration), name only parts "
+            "without it in cuda_graph_scope (0.19: cuda_graph_modules), or leave balance out"
+        )
     for name in ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "add_bias_linear"):
         if getattr(config, name, False):
             raise ValueError(f"{name} is True, but balance is given, which does not go with it; leave one of the two out")

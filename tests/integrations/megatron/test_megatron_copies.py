@@ -149,5 +149,7 @@ def test_refusals(rank: int, num_ranks: int) -> None:
         for changes in filter(None, (expert_biases(), {"moe_shared_expert_overlap": True})):
             with pytest.raises(ValueError, match="balance is given"):
                 layer_of(sizes, **changes)
+        with pytest.raises(ValueError, match="a CUDA graph of layers would hold the dispatch, but balance"):
+            layer_of(sizes, late={"cuda_graph_impl": "local", "cuda_graph_scope": "moe"})
     with model_parallel(ep=2, balance=Balance(1)) as sizes, pytest.raises(ValueError, match="runs no copies"):
         layer_of(sizes)
