@@ -48,10 +48,5 @@ def main(arguments: list[str]) -> None:
         print(f"NCCL settings: {' '.join(f'{name}={value}' for name, value in new.items()) or 'all are set already'}", file=sys.stderr)
     try:
         run.run(options)
-    except (
-        AssertionError,
-        FileNotFoundError,
-        PermissionError,
-        ValueError,
-    ) as error:  # torchrun refuses an option; an error of a rank has another class
+    except (AssertionError, FileNotFoundError, PermissionError, ValueError) as error:  # of an option or the script, not of a rank
         words.error(str(error) or f"--nnodes {options.nnodes} and --nproc-per-node {options.nproc_per_node} must be at least 1")
