@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.device import readable
+from deepep_moe.device import is_lazy, readable
 from deepep_moe.exchange.backends.base import DispatchArgs
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.calls import Calls
@@ -122,7 +122,7 @@ class Split(Function):
     @staticmethod
     def backward(_ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dense = [grad if grad.layout is torch.strided else grad.to_dense() for grad in grads]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or any(map(is_lazy, dense)):
             return torch.cat([grad.reshape(-1, grad.shape[-1]) for grad in dense]), None, None
         return rows_of_all(dense), None, None
 
