@@ -52,7 +52,7 @@ SLICE = (
 )  # fmt: skip
 NEEDS_A_GPU = (
     "cuda_graph or cudamalloc or other_stream or dead_peer or interrupted or one_graph or gates_to_the_bit or layer_on_gpus or in_triton "
-    "or row_products"
+    "or row_products or last_backward"
 )
 
 
