@@ -165,7 +165,7 @@ def enable(
             layer's sum then has the bits of a rollout on any number of ranks (docs/rollout.md). Not with `fp8`.
         balance: plan copies of hot experts in each forward (`deepep_moe.nn.Balance`). Layers with equal experts share their memory, which
             `suspend` and `recover` give back; a backward cannot come after it for a forward before it. Needs grouped experts without
-            biases. Not with sums by lanes. Metrics count rows by expert, wherever they are computed.
+            biases. Metrics count rows by expert, wherever they are computed.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or deepep_moe is enabled already with other arguments.

@@ -166,7 +166,7 @@ def test_plans_keep_rows_within_a_bound(rank, num_ranks, backend):
 @pytest.mark.gpu
 @on_ranks(2, bound=(None, 120))
 def test_sums_by_lanes_have_the_bits_of_a_layer_without_copies(rank, num_ranks, bound):
-    """Of any values: a row has the same products on each rank, and a token adds its rows in one order."""
+    """It holds for random values: a row has the same products on each rank, and a token adds its rows in one order."""
 
     def use(balance):
         layer = wide_layer(rank, num_ranks, balance, "nvlink", sums="lanes", num_recv_rows=balance and bound)
