@@ -105,7 +105,7 @@ class GroupedMLP(SequentialMLP):
         self._is_te, self.takes_fp8_rows = is_te, fp8
         self.kept_weights = KeptWeights()
         self.__dict__["_frame"] = self._modules.pop("local_experts")
-        self.linear_fc1, self.linear_fc2 = (_Stacked([getattr(expert, name) for expert in self._frame], config) for name in _LAYERS)
+        self.linear_fc1, self.linear_fc2 = (_Stacked([getattr(expert, name) for expert in self._frame]) for name in _LAYERS)
         if draws:
             self._draw_as_te()
         # The order in which the class whose place this one takes has parameters: expert by expert, or layer by layer.
@@ -284,10 +284,9 @@ class _Stacked(torch.nn.Module):
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
 
-    def __init__(self, linears: list[Any], config: Config):
+    def __init__(self, linears: list[Any]):
         super().__init__()
         self._hooks: list[Callable[[], None]] = []
-        self._fuses = bool(config.gradient_accumulation_fusion)
         self._noting = 0  # the id of the weight that `_note_main_grad` is a hook of
         for kind in _KINDS:
             self.register_parameter(kind, _stack([linear._parameters.get(kind) for linear in linears]))
@@ -307,10 +306,11 @@ class _Stacked(torch.nn.Module):
 
     @property
     def main_grad(self) -> Tensor | None:
-        """Return the tensor to which backwards add the weight's gradient (`gradient_accumulation_fusion`). None: they make `grad`, as
-        without DDP. Megatron's FSDP, whose parameters have `get_main_grad`, gets `grad` too."""
-        has_buffer = self._fuses and not hasattr(self.weight, "get_main_grad")
-        return getattr(self.weight, "main_grad", None) if has_buffer else None
+        """Return the tensor to which backwards add the weight's gradient: that of Megatron's DDP, which asks `grad_added_to_main_grad`
+        before it adds `grad` itself. None: they make `grad`, as without DDP. Megatron's FSDP, whose parameters have `get_main_grad`, gets
+        `grad` too."""
+        asks = hasattr(self.weight, "grad_added_to_main_grad") and not hasattr(self.weight, "get_main_grad")
+        return getattr(self.weight, "main_grad", None) if asks else None
 
     def _note_main_grad(self, grad: Tensor | None) -> None:
         """Tell Megatron's DDP, before `grad` reaches the weight, that its values mean nothing. None is a delayed gradient."""

@@ -47,8 +47,6 @@ class Setting:
     overlap_param_gather: bool = False
     dtype: torch.dtype = torch.float32
     bucket_size: int | None = 60_000
-    fuses: bool = False
-    """Experts, but no other layers, have `gradient_accumulation_fusion`: those need kernels of apex."""
     changes: tuple[tuple[str, Any], ...] = ()
 
 
@@ -134,17 +132,12 @@ def on_cpus() -> Iterator[None]:
 def training(setting: Setting, *, seed: int = 7) -> Iterator[Training]:
     """Groups, a model of two MoE layers with weights from `seed`, DDP and an optimizer."""
     import megatron_ranks as ranks
-    from megatron.core.tensor_parallel import layers
 
     options, before = EXPERTS[setting.experts], _groups()
     with ranks.model_parallel("cpu", ep=setting.ep, seed=seed, options=options), on_cpus():
         config = _config(setting)
-        fuses = mock.patch.object(layers, "_grad_accum_fusion_available", True)  # whose kernels are missing
-        with te_experts() if "TE" in setting.experts else contextlib.nullcontext(), fuses if setting.fuses else contextlib.nullcontext():
+        with te_experts() if "TE" in setting.experts else contextlib.nullcontext():
             model = gpt(config, seed)
-        for module in model.modules():
-            if hasattr(module, "gradient_accumulation_fusion"):
-                module.gradient_accumulation_fusion = False
         yield Training(config, *_wrap(setting, config, model))
     dist.barrier()
     for group in _groups() - before:  # Megatron-Core destroys none, and each group of gloo has threads that never rest
@@ -164,7 +157,7 @@ def _config(setting: Setting) -> Any:
         "ffn_hidden_size": 128,
         "moe_ffn_hidden_size": 32,
         "moe_shared_expert_intermediate_size": None,
-        "gradient_accumulation_fusion": setting.fuses,
+        "gradient_accumulation_fusion": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "bias_dropout_fusion": False,

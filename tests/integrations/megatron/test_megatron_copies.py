@@ -21,10 +21,10 @@ def balanced(ep: int, device: str = "cpu", **options: Any) -> Any:
     return model_parallel(device, ep=ep, experts="own", balance=Balance(2, cost=1), **options)
 
 
-def two_passes(rank: int, layer: Any, fuses: bool, between: Any = lambda: None) -> dict[str, torch.Tensor]:
+def two_passes(rank: int, layer: Any, has_ddp: bool, between: Any = lambda: None) -> dict[str, torch.Tensor]:
     """Return what two passes of different routing make."""
     linears, seen = (layer.experts.linear_fc1, layer.experts.linear_fc2), {}
-    for linear in linears if fuses else ():  # as Megatron's DDP does
+    for linear in linears if has_ddp else ():  # as Megatron's DDP does
         linear.weight.main_grad, linear.weight.grad_added_to_main_grad = torch.ones_like(linear.weight, dtype=torch.float32), False
     for number in range(2):
         x, cotangent = (
@@ -38,9 +38,9 @@ def two_passes(rank: int, layer: Any, fuses: bool, between: Any = lambda: None) 
         seen |= {f"output {number}": output.detach().float(), f"input gradient {number}": x.grad.float()}
         between()
     for name, parameter in layer.named_parameters():
-        is_fused = fuses and any(parameter is linear.weight for linear in linears)
-        assert not is_fused or parameter.grad_added_to_main_grad
-        seen[name] = parameter.main_grad - 1 if is_fused else parameter.grad.float()
+        is_added = has_ddp and any(parameter is linear.weight for linear in linears)
+        assert not is_added or parameter.grad_added_to_main_grad
+        seen[name] = parameter.main_grad - 1 if is_added else parameter.grad.float()
     return seen
 
 
@@ -48,12 +48,12 @@ CASES = {
     "plain": {},
     "recomputed": RECOMPUTED,
     "activations recomputed": ACTIVATION_RECOMPUTED,
-    "fused": {"gradient_accumulation_fusion": True},
-    "bf16, fused": BF16 | {"gradient_accumulation_fusion": True},
+    "DDP": {},
+    "bf16, DDP": BF16,
     "probs on the input": NO_GROUPS | {"moe_apply_probs_on_input": True, "moe_router_topk": 1},
 }
 WIDE = BF16 | {"hidden_size": 128, "moe_ffn_hidden_size": 128, "moe_shared_expert_intermediate_size": None}
-FP8_CASES = {"fp8": WIDE, "fp8, fused": WIDE | {"gradient_accumulation_fusion": True}}
+FP8_CASES = {"fp8": WIDE, "fp8, DDP": WIDE}
 BOUNDED = {"sync_free": True, "recv_capacity_factor": 1.5}
 Kind = tuple[dict[str, Any], dict[str, Any]]
 KINDS: list[Kind] = [  # cases, and options with copies
@@ -68,11 +68,10 @@ def all_passes(rank: int, num_ranks: int, device: str, is_balanced: bool, kinds:
         without = {"fp8": "fp8" in options, "experts": "own"}
         with balanced(num_ranks, device, **options) if is_balanced else model_parallel(device, ep=num_ranks, **without) as sizes:
             for name, changes in cases.items():
-                late = {"gradient_accumulation_fusion": changes.get("gradient_accumulation_fusion", False)}
-                layer = layer_of(sizes, late=late, **(ALONE | changes | {"gradient_accumulation_fusion": False}))
-                if name == "fp8, fused":
+                layer = layer_of(sizes, **(ALONE | changes))
+                if name == "fp8, DDP":
                     layer.experts.is_first_microbatch = True
-                passes = two_passes(rank, layer, late["gradient_accumulation_fusion"])
+                passes = two_passes(rank, layer, "DDP" in name)
                 results.append({key: value.tolist() for key, value in passes.items()})
                 assert any((each.plan.copies >= 0).any() for each in plans) == is_balanced and len(plans) == 2 * is_balanced, name
                 plans.clear()

@@ -281,10 +281,9 @@ ALONE = {"moe_shared_expert_intermediate_size": None}  # shared experts would ne
 @pytest.mark.parametrize("delays", (False, True), ids=("at once", "delayed"))
 @on_megatron(1, experts="own")
 def test_gradients_are_added_to_main_grad(rank: int, num_ranks: int, sizes: dict[str, int], delays: bool) -> None:
-    late = {"gradient_accumulation_fusion": True, "delay_wgrad_compute": delays}
+    """Whatever `gradient_accumulation_fusion` says, which is off where apex is missing."""
     for changes in ({}, BF16, expert_biases(), ACTIVATION_RECOMPUTED):
-        alike = changes | ALONE
-        fused, plain = (layer_of(sizes, late=late if is_fused else {}, **alike).experts for is_fused in (True, False))
+        fused, plain = (layer_of(sizes, late={"delay_wgrad_compute": late}, **(changes | ALONE)).experts for late in (delays, False))
         batch = inputs(plain.config, COUNTS)
         run(plain, *batch)
         weights = [linear.weight for linear in (fused.linear_fc1, fused.linear_fc2)]
@@ -308,18 +307,20 @@ def test_gradients_are_added_to_main_grad(rank: int, num_ranks: int, sizes: dict
 
 @on_megatron(1, experts="own")
 def test_gradients_without_main_grad(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """Gradients are in `grad` without DDP, and with a wrapper that makes `main_grad` later."""
-    for has_getter in (False, True):
-        fused, plain = (layer_of(sizes, late={"gradient_accumulation_fusion": fuses}, **ALONE).experts for fuses in (True, False))
-        if has_getter:
-            for linear in (fused.linear_fc1, fused.linear_fc2):
-                linear.weight.get_main_grad = lambda: None
-                linear.weight.main_grad = torch.full(linear.weight.shape, torch.nan)
-        batch = inputs(plain.config, COUNTS)
-        for experts in (fused, plain):
-            run(experts, *batch)
-        assert_same(by_name(fused, gradients=True), by_name(plain, gradients=True), "grad")
-        assert not any(getattr(linear.weight, "grad_added_to_main_grad", False) for linear in (fused.linear_fc1, fused.linear_fc2))
+    """Gradients are in `grad` for a wrapper that makes `main_grad` later, and for one that does not ask whether they were added there."""
+    plain = layer_of(sizes, late={"gradient_accumulation_fusion": True}, **ALONE).experts
+    batch = inputs(plain.config, COUNTS)
+    run(plain, *batch)
+    for name in ("get_main_grad", "another"):
+        wrapped = layer_of(sizes, **ALONE).experts
+        weights = [linear.weight for linear in (wrapped.linear_fc1, wrapped.linear_fc2)]
+        for weight in weights:
+            weight.main_grad = torch.full(weight.shape, torch.nan)
+            if name == "get_main_grad":
+                weight.get_main_grad, weight.grad_added_to_main_grad = lambda: None, False
+        run(wrapped, *batch)
+        assert_same(by_name(wrapped, gradients=True), by_name(plain, gradients=True), name)
+        assert not any(getattr(weight, "grad_added_to_main_grad", False) for weight in weights)
 
 
 # ---- checkpoints of grouped experts and of those that they replace are the same and load into either ----

@@ -111,10 +111,8 @@ def test_delayed_gradients_of_grouped_experts(rank: int, num_ranks: int, sizes: 
     config = schedule_config(sizes)
     want = one_after_another(gpt(config), batches())
     config.delay_wgrad_compute = config.overlap_moe_expert_parallel_comm = True
-    for ddp in ("without DDP", "DDP", "DDP, fused", "DDP that does not know of the delay"):
+    for ddp in ("without DDP", "DDP", "DDP that does not know of the delay"):
         model = gpt(config)
-        for layer in model.decoder.layers if ddp == "DDP, fused" else ():  # gradient_accumulation_fusion, which else needs apex
-            layer.mlp.experts.linear_fc1._fuses = layer.mlp.experts.linear_fc2._fuses = True
         if ddp != "without DDP":
             knows = {} if "not know" in ddp else {"delay_wgrad_compute": True}
             wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=False, **knows), model)

@@ -27,11 +27,6 @@ OPTIMIZERS = (
     {"overlap_grad_reduce": True},
     {"overlap_grad_reduce": True, "overlap_param_gather": True},
 )
-FUSED = (
-    {"is_distributed": False, "overlap_grad_reduce": True, "fuses": True},
-    {"fuses": True},
-    {"overlap_grad_reduce": True, "overlap_param_gather": True, "fuses": True},
-)
 
 
 def _against_stock(rank: int, num_ranks: int, cells: list[Setting], folder: str) -> None:
@@ -61,7 +56,7 @@ def run_cells(cells: list[Setting]) -> None:
 def test_losses_with_overlapped_gathers():
     """With the last, `enable()` alone takes the place of TEGroupedMLP in a bf16 model."""
     cells = [Setting(experts, ep=2, **OPTIMIZERS[-1]) for experts in ("grouped", "sequential", "grouped for TE", "TE")]
-    run_cells([*cells, Setting("auto for TE", ep=2, dtype=torch.bfloat16, **FUSED[-1])])
+    run_cells([*cells, Setting("auto for TE", ep=2, dtype=torch.bfloat16, **OPTIMIZERS[-1])])
 
 
 @pytest.mark.slow
@@ -78,8 +73,7 @@ def test_losses_with_overlapped_gathers():
 )
 def test_losses_in_every_cell(experts, dtype, sizes):
     """Optimizers take turns with EP = DP and EP < DP, and the kinds of experts share them out."""
-    optimizers = OPTIMIZERS + (FUSED if "grouped" in experts else ())
-    run_cells([Setting(experts, ep=sizes[turn % 2], dtype=dtype, **optimizer) for turn, optimizer in enumerate(optimizers)])
+    run_cells([Setting(experts, ep=sizes[turn % 2], dtype=dtype, **optimizer) for turn, optimizer in enumerate(OPTIMIZERS)])
 
 
 # ---- the other formats ----
