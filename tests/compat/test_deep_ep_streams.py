@@ -8,7 +8,7 @@ from deep_ep_cases import Wanted
 from exchange_cases import Case, assert_same
 
 from deepep_moe.compat.deep_ep import Buffer, EventHandle, EventOverlap
-from deepep_moe.compat.deep_ep.streams import BackOnFailure, CommStream
+from deepep_moe.compat.deep_ep.streams import CommStream
 
 
 class Stream:
@@ -60,9 +60,9 @@ def rows(title):
 
 
 def call(cuda, stream, previous_event, is_async):
-    callers = stream.begin(rows("x"), previous_event, is_async)
+    begun = stream.begin(rows("x"), previous_event, is_async)
     cuda.notes.append(f"call on {cuda.now.name}")
-    return stream.end(callers, is_async, (rows("x"), None), (rows("result"), None))
+    return begun.end((rows("x"), None), (rows("result"), None))
 
 
 def test_synchronous_call(cuda):
@@ -90,7 +90,7 @@ def test_previous_event(cuda, kind):
 
 def test_failed_call(cuda):
     stream = CommStream()
-    with pytest.raises(ValueError), BackOnFailure(stream.begin(rows("x"), None, True)):
+    with pytest.raises(ValueError), stream.begin(rows("x"), None, True):
         assert cuda.now.name == "own"
         raise ValueError
     assert cuda.now.name == "caller's"

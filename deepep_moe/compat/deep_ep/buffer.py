@@ -18,7 +18,7 @@ from deepep_moe.compat.deep_ep.handle import Handle
 from deepep_moe.compat.deep_ep.low_latency import LowLatencyCalls
 from deepep_moe.compat.deep_ep.low_latency_buffers import LowLatencyBuffers
 from deepep_moe.compat.deep_ep.refused import refused
-from deepep_moe.compat.deep_ep.streams import BackOnFailure, CommStream
+from deepep_moe.compat.deep_ep.streams import CommStream
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
 from deepep_moe.exchange import buffer as exchange
 from deepep_moe.exchange.handle import DispatchOutput
@@ -166,10 +166,9 @@ class Buffer(Suspending, LowLatencyCalls):
             ValueError: a shape is wrong.
         """
         self._buffers.check_alive()
-        callers = self._stream.begin(topk_idx, previous_event, async_finish)
-        with BackOnFailure(callers):
+        with self._stream.begin(topk_idx, previous_event, async_finish) as call:
             layout = _layout(topk_idx, as_int("num_experts", num_experts), self.group_size, self._buffers.num_nodes)
-        return *layout, self._stream.end(callers, async_finish, (topk_idx,), layout)
+        return *layout, call.end((topk_idx,), layout)
 
     def dispatch(
         self,
@@ -216,11 +215,11 @@ class Buffer(Suspending, LowLatencyCalls):
         try:
             num_sms = _senders_of(config)
             x, x_scales = rows_and_scales(x)
-            callers = self._stream.begin(x, previous_event, async_finish)
+            call = self._stream.begin(x, previous_event, async_finish)
         except (TypeError, ValueError) as error:
             raise (handle.buffer if isinstance(handle, Handle) else self._buffers).refuse(error) from None
         routed: tuple[Any, ...] = (None, None, None, None)
-        with BackOnFailure(callers):
+        with call:
             if handle is not None:
                 buffer = self._buffers.checked(handle, Handle).buffer
                 out = dispatch_along(buffer, x, in_rows(x_scales, x), handle.along, num_sms=num_sms, topk_idx=topk_idx)
@@ -229,7 +228,7 @@ class Buffer(Suspending, LowLatencyCalls):
                 out, routed = self._send(x, in_rows(x_scales, x), *routing, num_sms)
             recv_scales = as_given(out.recv_x_scales, x_scales)
         inputs = x, x_scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert
-        event = self._stream.end(callers, async_finish, inputs, (out.recv_x, recv_scales, *routed[:2]))
+        event = call.end(inputs, (out.recv_x, recv_scales, *routed[:2]))
         recv_topk_idx, recv_topk_weights, counts, new_handle = routed
         recv_x = out.recv_x if x_scales is None else (out.recv_x, recv_scales)
         return recv_x, recv_topk_idx, recv_topk_weights, counts, new_handle, event
@@ -296,14 +295,14 @@ class Buffer(Suspending, LowLatencyCalls):
         buffer, along = self._buffers.checked(handle, Handle).buffer, handle.along
         try:
             num_sms = _senders_of(config)
-            callers = self._stream.begin(x, previous_event, async_finish)
+            call = self._stream.begin(x, previous_event, async_finish)
         except TypeError as error:
             raise buffer.refuse(error) from None
-        with BackOnFailure(callers):
+        with call:
             rows, weights, added = buffer.calls.refuse_on_failure(combine_arguments, x, topk_weights, bias)
             combined_x, back = combine_along(buffer, rows, along, weights, added, num_sms)
         inputs = (x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)))
-        return combined_x, back, self._stream.end(callers, async_finish, inputs, (combined_x, back))
+        return combined_x, back, call.end(inputs, (combined_x, back))
 
 
 for _name in ("internode_dispatch", "internode_combine"):

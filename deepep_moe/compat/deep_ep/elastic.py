@@ -14,7 +14,6 @@ from deepep_moe.compat.deep_ep.events import EventHandle as EventHandle  # a nam
 from deepep_moe.compat.deep_ep.events import EventOverlap
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.refused import refuse, refused
-from deepep_moe.compat.deep_ep.streams import BackOnFailure
 from deepep_moe.exchange.expert_slots import ALIGNMENT, ExpertSlots
 
 _Received = tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]
@@ -310,11 +309,10 @@ class EPBuffer(BufferOfGroup):
         """Make a call of `ExpertSlots` on the communication stream, after the event `after`."""
         if self._slots is None:
             raise ValueError("this EPBuffer has no load-balancing region; give it lb_allocation_plan_or_num_bytes=BufferAllocator()")
-        callers = self._stream.begin(copies, after, True)
-        with BackOnFailure(callers):
+        with self._stream.begin(copies, after, True) as begun:
             call(self._slots, copies, slots, home, num_sms=num_sms or None)
         moved = [tensor for tensors in (slots, home) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)]
-        return self._stream.end(callers, True, [copies, *moved], [])
+        return begun.end([copies, *moved], [])
 
     def destroy(self) -> None:
         """Free the memory, as that of an ElasticBuffer; tensors of the plan keep theirs."""

@@ -15,7 +15,7 @@ from deepep_moe.compat.deep_ep.core import GrowingBuffers, members_of
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
-from deepep_moe.compat.deep_ep.streams import BackOnFailure, CommStream
+from deepep_moe.compat.deep_ep.streams import CommStream
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.suspension import Suspending
@@ -121,10 +121,10 @@ class BufferOfGroup(Suspending):
         try:
             senders = as_int("num_sms", num_sms)
             rows, scales = rows_and_scales(x)
-            callers = self._stream.begin(rows, after[0], is_async, after[1])
+            call = self._stream.begin(rows, after[0], is_async, after[1])
         except (TypeError, ValueError) as error:
             raise (handle.buffer if isinstance(handle, EPHandle) else buffers).refuse(error) from None
-        with BackOnFailure(callers):
+        with call:
             sent = None if scales is None else in_rows(scales, rows)
             if handle is None:
                 out, handle = self._send(rows, sent, routing, do_expand, senders, is_deferred)
@@ -144,9 +144,9 @@ class BufferOfGroup(Suspending):
         inputs = rows, scales, *routing[:2], stats
         outputs = out.recv_x, out.recv_x_scales, out.recv_topk_idx, out.recv_topk_weights, *handle.native.tensors
         if is_deferred:
-            return _deferred(self._stream.end(callers, is_async, inputs, outputs), out.hook, _results, out, handle, scales, by_column)
+            return _deferred(call.end(inputs, outputs), out.hook, _results, out, handle, scales, by_column)
         received = _results(out, handle, scales, by_column)
-        return *received, self._stream.end(callers, is_async, inputs, (*outputs, *(received[0] if scales is not None else ())))
+        return *received, call.end(inputs, (*outputs, *(received[0] if scales is not None else ())))
 
     def _combine(
         self, x: Tensor, handle: EPHandle, topk_weights: Tensor | None, bias: Any, num_sms: int, after: tuple[Any, Any], is_async: bool,
@@ -158,10 +158,10 @@ class BufferOfGroup(Suspending):
         back, hook = None, None
         try:
             senders = as_int("num_sms", num_sms) or handle.num_sms or None
-            callers = self._stream.begin(x, after[0], is_async, after[1])
+            call = self._stream.begin(x, after[0], is_async, after[1])
         except (TypeError, ValueError) as error:
             raise buffer.refuse(error) from None
-        with BackOnFailure(callers):
+        with call:
             rows, weights, added = buffer.calls.refuse_on_failure(combine_arguments, x, topk_weights, bias)
             if is_deferred and weights is None and rows.shape[-1:] == (buffer.hidden,):
                 combined, hook = buffer.combine(rows, handle.native, bias=added, num_sms=senders, return_hook=True)
@@ -170,7 +170,7 @@ class BufferOfGroup(Suspending):
         if not (is_async or is_deferred):
             return combined, back, EventOverlap()
         inputs = x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)), *handle.native.tensors
-        event = self._stream.end(callers, is_async, inputs, (combined, back))
+        event = call.end(inputs, (combined, back))
         return _deferred(event, hook, lambda: (combined, back)) if is_deferred else (combined, back, event)
 
     def _send(

@@ -1,7 +1,7 @@
 """DeepEP's low-latency calls on `deepep_moe.LowLatencyBuffer`."""
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +12,13 @@ from deepep_moe.compat.deep_ep.arguments import detached
 from deepep_moe.compat.deep_ep.events import EventOverlap
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.low_latency_buffers import DispatchHandle, LowLatencyBuffers, Waits, size_hint
-from deepep_moe.compat.deep_ep.streams import BackOnFailure, CommStream
+from deepep_moe.compat.deep_ep.streams import CommStream
 from deepep_moe.errors import EPMismatchError
 from deepep_moe.library import untraced
 from deepep_moe.low_latency.handle import LowLatencyOutput
 from deepep_moe.ops import ue8m0
 
 Hook = Callable[[], None]
-_Out = TypeVar("_Out")
 _REFUSED = {
     "x_global_scale": "as rows do not travel in NVFP4; pass use_fp8=True",
     "use_ue8m0_for_sf": "as rows do not travel in NVFP4; pass use_fp8=True, round_scale=True and use_ue8m0=True",
@@ -114,15 +113,7 @@ class LowLatencyCalls:
         waits = Waits(wait_stats, buffer)
         scale_format = "ue8m0" if use_fp8 and round_scale else "fp32"
 
-        def send() -> tuple[LowLatencyOutput, Received]:
-            with waits:
-                out = buffer.dispatch(detached(x), topk_idx, fp8=use_fp8, scale_format=scale_format, return_hook=return_recv_hook)
-            received = Received(out, buffer.num_ranks * most, is_unpacked=use_fp8 and round_scale and not use_ue8m0)
-            if not return_recv_hook:
-                finish(out, received)
-            return out, received
-
-        def finish(out: LowLatencyOutput, received: Received) -> None:
+        def finish() -> None:
             received.fill()
             if stats is not None:
                 stats.add_(out.num_recv_tokens_per_expert)
@@ -132,12 +123,15 @@ class LowLatencyCalls:
             assert out.hook is not None
             with waits:
                 out.hook()
-            finish(out, received)
+            finish()
 
-        inputs = x, topk_idx, stats, wait_stats
-        (out, received), event = self._run(
-            x, async_finish, send, inputs, lambda outputs: (*outputs[0], outputs[0].handle.state, outputs[1].rows, outputs[1].scales)
-        )
+        with self._stream.begin(x, None, async_finish) as call:
+            with waits:
+                out = buffer.dispatch(detached(x), topk_idx, fp8=use_fp8, scale_format=scale_format, return_hook=return_recv_hook)
+            received = Received(out, buffer.num_ranks * most, is_unpacked=use_fp8 and round_scale and not use_ue8m0)
+            if not return_recv_hook:
+                finish()
+        event = call.end((x, topk_idx, stats, wait_stats), (*out, out.handle.state, received.rows, received.scales))
         recv_x = (received.rows, received.scales) if use_fp8 else received.rows
         handle = DispatchHandle(buffer, out.handle, most)
         return recv_x, out.num_recv_tokens_per_expert, handle, event, receive if return_recv_hook else None
@@ -206,12 +200,7 @@ class LowLatencyCalls:
             rows = buffer.combine_input(torch.bfloat16) if zero_copy else _as_buffer_has_them(detached(x), handle)
         except (NotImplementedError, TypeError, ValueError) as error:
             raise buffer.refuse(error) from None
-        waits, weights = Waits(combine_wait_recv_cost_stats, buffer), detached(topk_weights)
-
-        def send() -> tuple[Tensor, Hook | None]:
-            with waits:
-                combined = buffer.combine(rows, native, topk_weights=weights, out=out, return_hook=return_recv_hook)
-            return combined if return_recv_hook else (combined, None)
+        waits, weights, hook = Waits(wait_stats, buffer), detached(topk_weights), None
 
         @untraced
         def receive() -> None:
@@ -219,9 +208,12 @@ class LowLatencyCalls:
             with waits:
                 hook()
 
-        inputs = x, rows, topk_weights, native.state, out, combine_wait_recv_cost_stats
-        (combined_x, hook), event = self._run(rows, async_finish, send, inputs, lambda outputs: outputs)
-        return combined_x, event, None if hook is None else receive
+        with self._stream.begin(rows, None, async_finish) as call, waits:
+            combined_x = buffer.combine(rows, native, topk_weights=weights, out=out, return_hook=return_recv_hook)
+        if return_recv_hook:
+            combined_x, hook = combined_x
+        event = call.end((x, rows, topk_weights, native.state, out, wait_stats), (combined_x,))
+        return combined_x, event, receive if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: DispatchHandle) -> Tensor:
         """Return the tensor that a combine with `zero_copy=True` reads, [num_local_experts, num_ranks * max, hidden] bf16.
@@ -268,16 +260,6 @@ class LowLatencyCalls:
             as_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank), as_int("hidden", hidden),
             as_int("num_ranks", num_ranks), as_int("num_experts", num_experts),
         )  # fmt: skip
-
-    def _run(
-        self, x: Tensor, is_async: bool, send: Callable[[], _Out], inputs: Iterable[object], tensors_of: Callable[[_Out], Iterable[object]]
-    ) -> tuple[_Out, EventOverlap]:
-        """Return what `send()` returns, run where V1 runs a call on `x`, and the event of the call. It reads the tensors `inputs`, and has
-        made those that `tensors_of` names."""
-        callers = self._stream.begin(x, None, is_async)
-        with BackOnFailure(callers):
-            outputs = send()
-        return outputs, self._stream.end(callers, is_async, inputs, tensors_of(outputs))
 
 
 # ---- arguments ----
