@@ -203,6 +203,18 @@ def tell_peers(backend: Backend, error: BaseException, has_entered: bool) -> Non
         backend.abandon(describe(error)) if has_entered else backend.refuse(describe(error), cause_of(error))
 
 
+def new_handle(
+    args: DispatchArgs, num_call: int, num_rows: int, num_recv_tokens: int, topk_idx: Tensor, recv_counts: Tensor, tokens_per_expert: Tensor
+) -> DispatchHandle:
+    """Return the handle of a dispatch whose rows arrive later: -1 stands for their places until then, so that the handle of a dispatch that
+    fails half-way points to no row instead of a wrong one."""
+    is_expert, num_topk = args.layout == "expert", topk_idx.shape[1]
+    row_idx = topk_idx.new_full((num_recv_tokens if is_expert else 0, num_topk), -1)
+    recv_topk_idx = None if is_expert else args.topk_idx.new_full((num_rows, num_topk), -1)
+    call, how = torch.tensor([num_call], device="cpu"), (args.layout, args.expert_alignment)
+    return DispatchHandle(args.buffer_id, *how, num_rows, topk_idx, row_idx, recv_counts, tokens_per_expert, call, recv_topk_idx)
+
+
 def check_bounds(args: DispatchArgs, settings: Settings, counts: Tensor, bounds: list[int]) -> int:
     """Return how many rows this rank will receive. Raises EPCapacityError on every rank if any rank's bound is too small.
 

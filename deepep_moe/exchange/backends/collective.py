@@ -31,6 +31,7 @@ from deepep_moe.exchange.backends.base import (
     MoveExpertsArgs,
     Rows,
     check_bounds,
+    new_handle,
 )
 from deepep_moe.exchange.backends.two_hops import Step, Steps, Sums, TwoHops, picked
 from deepep_moe.exchange.handle import DispatchHandle, padded
@@ -124,18 +125,11 @@ class CollectiveBackend(Backend):
         counts, send = self._enter(self._entry(args), own_counts, owe, args.num_recv_rows)
         to_here = counts[:, s.rank : s.rank + 1]
         mine = slice(s.num_ranks + s.rank * s.num_local_experts, s.num_ranks + (s.rank + 1) * s.num_local_experts)
-        tokens_per_expert = counts[:, mine].sum(0).to(torch.int32)
+        tokens_per_expert = counts[:, mine].sum(0)
         needed = check_bounds(args, s, counts, self._bounds)
         num_rows = needed if args.num_recv_rows < 0 else args.num_recv_rows
-        num_recv_tokens = int(to_here.sum())
-        is_expert = args.layout == "expert"
-        recv_row_idx = torch.full((num_recv_tokens if is_expert else 0, s.num_topk), -1, dtype=torch.int32, device=topk_idx.device)
-        recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=topk_idx.dtype, device=topk_idx.device)
-        handle = DispatchHandle(
-            args.buffer_id, args.layout, args.expert_alignment, num_rows, narrow_topk_idx, recv_row_idx,
-            to_here.to(topk_idx.device, torch.int32).contiguous(), tokens_per_expert.to(topk_idx.device),
-            torch.tensor([self.num_calls], device="cpu"), recv_topk_idx,
-        )  # fmt: skip
+        recv_counts, tokens_per_expert = (part.to(topk_idx.device, torch.int32).contiguous() for part in (to_here, tokens_per_expert))
+        handle = new_handle(args, self.num_calls, num_rows, int(to_here.sum()), narrow_topk_idx, recv_counts, tokens_per_expert)
         rows = self._allocate(args, handle)
         return rows, handle, lambda: self._place(args, handle, rows, send(), cached=False)
 

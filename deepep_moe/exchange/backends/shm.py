@@ -17,6 +17,7 @@ from deepep_moe.exchange.backends.base import (
     Move,
     Rows,
     check_bounds,
+    new_handle,
 )
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.group.settings import Settings
@@ -82,24 +83,9 @@ class ShmBackend(Backend):
         num_recv_tokens_per_expert = per_expert.sum(0, dtype=torch.int32)
         groups = padded(num_recv_tokens_per_expert, args.expert_alignment)
         row_begin = (groups.cumsum(0) - groups + per_expert.cumsum(0) - per_expert).to(torch.int32)
-        is_expert = args.layout == "expert"
-        # -1 until rows arrive: the handle of a dispatch that fails half-way then points to no row instead of a wrong one.
-        recv_row_idx = _empty((int(recv_counts.sum()) if is_expert else 0, s.num_topk), torch.int32).fill_(-1)
-        recv_topk_idx = None if is_expert else _empty((num_rows, s.num_topk), args.topk_idx.dtype).fill_(-1)
-        handle = DispatchHandle(
-            args.buffer_id,
-            args.layout,
-            args.expert_alignment,
-            num_rows,
-            topk_idx,
-            recv_row_idx,
-            recv_counts,
-            num_recv_tokens_per_expert,
-            torch.tensor([self.num_calls], device="cpu"),
-            recv_topk_idx,
-        )
+        handle = new_handle(args, self.num_calls, num_rows, int(recv_counts.sum()), topk_idx, recv_counts, num_recv_tokens_per_expert)
         rows = self._allocate(args, handle)
-        return rows, handle, lambda: self._exchange.dispatch(handle, args, rows, recv_topk_idx, row_begin)
+        return rows, handle, lambda: self._exchange.dispatch(handle, args, rows, handle.recv_topk_idx, row_begin)
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
         args.topk_weights = _contiguous(args.topk_weights)
