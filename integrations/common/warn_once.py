@@ -6,6 +6,8 @@ import logging
 import torch.distributed as dist
 
 from deepep_moe._C import __version__
+from deepep_moe.errors import EPError
+from deepep_moe.installed import numbers
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +24,16 @@ def warn_once(message: str, *groups: "dist.ProcessGroup | None", on_all_ranks: b
 def say_on(num_layers: int, backend: str, experts: set[str], *groups: "dist.ProcessGroup | None") -> None:
     """Log as a warning, which programs show by default, that layers of a model use this library, and whose experts they have."""
     warn_once(f"deepep_moe {__version__}: {num_layers} MoE layers on this rank, backend {backend}, {'; '.join(sorted(experts))}", *groups)
+
+
+def check_version(package: str, version: str, oldest: tuple[int, ...], newest: tuple[int, ...]) -> None:
+    """Raise EPError for a framework that is too old, and warn about one that is newer than the tested ones."""
+    least, most = (".".join(map(str, limit)) for limit in (oldest, newest))
+    number = numbers(version)[: len(oldest)]
+    if number < oldest:
+        raise EPError(f"deepep_moe needs {package} {least} or newer, found {version}; pip install '{package}>={least}'")
+    if number > newest:
+        warn_once(f"{package} {version} is newer than the newest that deepep_moe was tested with ({most})")
 
 
 @functools.cache

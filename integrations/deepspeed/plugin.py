@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from deepep_moe._C import MAX_TOPK
-from deepep_moe.errors import EPError
 from deepep_moe.exchange.buffer import new_layer
+from deepep_moe.integrations.common.warn_once import check_version
 from deepep_moe.integrations.deepspeed.buffers import Plan, unswap
 from deepep_moe.integrations.deepspeed.expert_weights import Reader
 from deepep_moe.integrations.deepspeed.options import Layer, Options
@@ -92,7 +91,9 @@ def replace_moe_layers(
 
 def replace_with(model: nn.Module, options: Options) -> int:
     """Swap the MoE layers of `model`, as `replace_moe_layers` does with its arguments."""
-    _check_version()
+    import deepspeed
+
+    check_version("deepspeed", deepspeed.__version__, _OLDEST, _NEWEST)
     from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 
     from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
@@ -251,19 +252,6 @@ def set_is_first_microbatch(model: nn.Module, value: bool | None) -> int:
         if value is None:
             layer.kept_weights = None
     return len(layers)
-
-
-def _check_version() -> None:
-    """Raise EPError for a DeepSpeed that is too old, and warn about one that is newer than the tested ones."""
-    import deepspeed
-
-    number = tuple(int(part) for part in re.findall(r"\d+", deepspeed.__version__)[:3])
-    if number < _OLDEST:
-        raise EPError(f"deepep_moe needs deepspeed 0.14.5 or newer, found {deepspeed.__version__}; pip install 'deepspeed>=0.14.5'")
-    if number > _NEWEST:
-        say_on_first_rank(
-            logging.WARNING, f"deepspeed {deepspeed.__version__} is newer than the newest deepep_moe was tested with (0.19.8)"
-        )
 
 
 def say_on_first_rank(level: int, message: str, model: nn.Module | None = None) -> None:

@@ -6,11 +6,9 @@ for it and the previous class for all others.
 """
 
 import functools
-import logging
 
-from deepep_moe.errors import EPError
 from deepep_moe.integrations.common.patches import Patches, Stock
-from deepep_moe.integrations.common.warn_once import warn_once
+from deepep_moe.integrations.common.warn_once import check_version, warn_once
 from deepep_moe.integrations.megatron.buffers import LayerBuffers, serve_new_groups, serve_step_ends
 from deepep_moe.integrations.megatron.config_switches import is_ours, serve_config, why_off
 from deepep_moe.integrations.megatron.options import Config, Options, check_capacity_factor
@@ -18,21 +16,8 @@ from deepep_moe.nn.balance import Balance
 from deepep_moe.nn.metrics import LayerReport
 
 _OLDEST, _NEWEST = (0, 13), (0, 19)
-_log = logging.getLogger(__name__)
 _patches = Patches()
 _buffers: LayerBuffers | None = None  # those of `enable()`, until `disable()`
-
-
-def _check_version() -> None:
-    """Raise EPError for a Megatron-Core that is too old, and warn about one that is newer than the tested ones."""
-    import megatron.core
-
-    version = megatron.core.__version__
-    number = tuple(int(part) for part in version.split(".")[:2])
-    if number < _OLDEST:
-        raise EPError(f"deepep_moe needs megatron-core 0.13 or newer, found {version}; pip install 'megatron-core>=0.13'")
-    if number > _NEWEST:
-        _log.warning("megatron-core %s is newer than the newest version deepep_moe was tested with (0.19)", version)
 
 
 def _selecting_class(previous: type, buffers: LayerBuffers) -> type:
@@ -178,7 +163,9 @@ def enable(
         if _buffers.options != options:
             raise ValueError(f"deepep_moe is already enabled with {_buffers.options}, and not with {options}; call disable() first")
         return
-    _check_version()
+    import megatron.core
+
+    check_version("megatron-core", megatron.core.__version__, _OLDEST, _NEWEST)
     from deepep_moe.integrations.megatron.flat_states import serve_optimizers
     from deepep_moe.integrations.megatron.gating import serve_routers
     from deepep_moe.integrations.megatron.grouped_experts import serve_experts, serve_first_microbatches
