@@ -68,14 +68,12 @@ class Buffer(Suspending, LowLatencyCalls):
     ) -> None:
         if comm is not None:
             raise NotImplementedError("deep_ep.Buffer's comm (an mpi4py communicator) is not served; pass a torch.distributed group")
-        self.rank, self.group_size = members_of(group, "deep_ep.Buffer")
-        assert group is not None  # `members_of` has checked it
-        self.group = group
+        self.group, self.rank, self.group_size = members_of(group, "deep_ep.Buffer")
         self.num_nvl_bytes, self.num_rdma_bytes = as_int("num_nvl_bytes", num_nvl_bytes), as_int("num_rdma_bytes", num_rdma_bytes)
         self.low_latency_mode, self.explicitly_destroy, self.enable_shrink = low_latency_mode, explicitly_destroy, enable_shrink
-        self._buffers = GrowingBuffers(group, num_max_tokens_per_rank, ranks_per_node)
+        self._buffers = GrowingBuffers(self.group, num_max_tokens_per_rank, ranks_per_node)
         self._stream = CommStream()
-        self._low_latency = LowLatencyBuffers(group, self.num_rdma_bytes, enable_shrink, ranks_per_node)
+        self._low_latency = LowLatencyBuffers(self.group, self.num_rdma_bytes, enable_shrink, ranks_per_node)
         self._parts = self._buffers, self._low_latency
         self.runtime: Runtime | None = Runtime(self)
         """DeepEP's `runtime`, for callers that use it; None after `destroy`."""

@@ -175,10 +175,10 @@ def check_knows_tokens(buffer: Buffer, name: str) -> None:
         )
 
 
-def members_of(group: Any, what: str) -> "tuple[int, int]":
-    """Return this process's rank in the group and the group's size. Raises TypeError for what is no group, ValueError without a group and
+def members_of(group: Any, what: str) -> tuple[dist.ProcessGroup, int, int]:
+    """Return the group, this process's rank in it and its size. Raises TypeError for what is no group, ValueError without a group and
     for a process that is not a member; `what`: the class to be made."""
     if group is None:
         raise ValueError("group is None; pass a torch.distributed process group, such as torch.distributed.group.WORLD")
     _, num_ranks, rank = join(group, what)
-    return rank, num_ranks
+    return group, rank, num_ranks

@@ -23,8 +23,7 @@ from deepep_moe.group.suspension import Suspending
 NUM_SENDERS = 12  # SMs that saturate NVLink, as `deepep_moe.Buffer` uses where nobody says otherwise
 _SIZE_UNIT = 2**21  # DeepEP's sizes are multiples of it
 _NUM_QPS = 65  # queue pairs that DeepEP allocates where nobody says otherwise
-_SCALE_BYTES = 4
-_COLUMN_ALIGNMENT = 16  # bytes: bulk copies of a GPU want it
+_COLUMN_ALIGNMENT = 4  # scales of 4 bytes: bulk copies of a GPU want multiples of 16
 
 Routing = tuple[Tensor | None, Tensor | None, int | None, int, int | None, bool | None, bool]
 """topk_idx, topk_weights, num_experts, num_max_tokens_per_rank (0: not set), expert_alignment, do_cpu_sync, do_handle_copy."""
@@ -36,8 +35,7 @@ class BufferOfGroup(Suspending):
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int | None, sizes: tuple[int, int, int], num_qps: int, is_hybrid: bool) -> None:
         """sizes: most tokens of a rank, hidden, top-k."""
-        self.rank_idx, self.num_ranks = members_of(group, type(self).__name__)
-        self.group = group
+        self.group, self.rank_idx, self.num_ranks = members_of(group, type(self).__name__)
         self._buffers = GrowingBuffers(group, sums=config.sums())
         self._parts = (self._buffers,)
         self._stream = CommStream()
@@ -245,6 +243,5 @@ def _most_rows(num_max_tokens: int, num_topk: int, num_local_experts: int | None
 def columns_of(scales: Tensor) -> Tensor:
     """Return `scales` [num_rows, num_columns] fp32 or int32 with each column in one piece that begins at a multiple of 16 bytes."""
     num_rows, num_columns = scales.shape
-    unit = _COLUMN_ALIGNMENT // _SCALE_BYTES
-    columns = scales.new_empty(num_columns, -(-num_rows // unit) * unit)[:, :num_rows]
+    columns = scales.new_empty(num_columns, -(-num_rows // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT)[:, :num_rows]
     return columns.copy_(scales.t()).t()

@@ -71,8 +71,7 @@ class HybridEPBuffer(Suspending):
         num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
         use_mnnvl: bool | None = None,
     ) -> None:
-        self.group = group
-        self.rank, self.group_size = members_of(group, "HybridEPBuffer")
+        self.group, self.rank, self.group_size = members_of(group, "HybridEPBuffer")
         sizes = {"hidden_dim": hidden_dim, "max_num_of_tokens_per_rank": max_num_of_tokens_per_rank, "num_local_experts": num_local_experts}
         hidden_dim, self._num_max_tokens, num_local_experts = (as_int(name, value) for name, value in sizes.items())
         self.configurer = SimpleNamespace(
@@ -182,7 +181,8 @@ class HybridEPBuffer(Suspending):
                 message = "non_blocking is True and num_permuted_tokens is None; give the number of rows, as nobody waits to learn it"
                 raise ValueError(message)
             if handle is None and (is_bounded or pad_multiple):
-                num_rows, alignment = _bound_of(num_permuted_tokens), _alignment_of(pad_multiple)
+                num_rows = _bound_of(num_permuted_tokens)
+                alignment = max(1, as_int("pad_multiple", pad_multiple or 1, most=MAX_ALIGNMENT))  # HybridEP does not look at one below 1
         except (TypeError, ValueError) as error:
             raise self._refuse(error, handle, routing, is_bounded) from None
         out, handle = self._send(hidden, scaling_factor, routing, handle, "expert", num_rows, alignment)
@@ -428,12 +428,6 @@ def _bound_of(num_permuted_tokens: Any) -> int | None:
     if isinstance(num_permuted_tokens, Tensor) and num_permuted_tokens.numel() == 1:
         num_permuted_tokens = num_permuted_tokens.item()
     return as_int("num_permuted_tokens", num_permuted_tokens, "None or a number of rows", 0, MAX_NUMBER)
-
-
-def _alignment_of(pad_multiple: Any) -> int:
-    """Return the multiple to which an expert's rows are padded. Raises TypeError, or ValueError for one that is too
-    large."""
-    return max(1, as_int("pad_multiple", pad_multiple or 1, most=MAX_ALIGNMENT))  # HybridEP does not look at one below 1
 
 
 def _weights_of(routing: _Routing, topk_idx: Tensor) -> Tensor | None:
