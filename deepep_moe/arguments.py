@@ -101,11 +101,6 @@ def check_owns_memory(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} is a {type(tensor).__name__}, which wraps other tensors; it must be a plain torch.Tensor")
 
 
-def lazy_negative(name: str) -> ValueError:
-    """Return the error for a tensor that is the negative of its memory, which native code cannot read."""
-    return ValueError(f"{name} is a lazy negative (its is_neg() is True); pass {name}.resolve_neg()")
-
-
 def check_tensor(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device | None = None, *,
     any_strides: bool = False, like: str = "x",
@@ -120,8 +115,8 @@ def check_tensor(
         raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; it must be on {device}, like {like}")
-    # Indices are never lazy negatives, and the check costs time. Dynamo does not know it.
+    # Native code cannot read the negative of a memory. Indices are never such, and the check costs time. Dynamo does not know it.
     if dtypes[0] is not _INT64 and not torch.compiler.is_compiling() and tensor.is_neg():
-        raise lazy_negative(name)
+        raise ValueError(f"{name} is a lazy negative (its is_neg() is True); pass {name}.resolve_neg()")
     if not any_strides and not tensor.is_contiguous():
         raise ValueError(f"{name} with shape {list(shape)} and strides {list(tensor.stride())} is not contiguous; pass {name}.contiguous()")

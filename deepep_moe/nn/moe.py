@@ -280,10 +280,6 @@ class MoELayer(RankExperts):
         combined: Tensor = self.buffer.combine(y, out.handle, weights, bias=shared, fp8=self.fp8)
         return combined
 
-    def _probs_of(self, out: DispatchOutput) -> list[Any]:
-        """Return what the experts weight the rows by. A weighted combine of fp8 rows would need their gradients in bf16."""
-        return [out.recv_topk_weights] if self.fp8 else []
-
     def _run_experts(self, out: DispatchOutput, is_first_microbatch: bool | None, planned: Planned | None = None) -> Tensor:
         which: dict[str, Any] = {} if planned is None else {"planned": planned}
         counts: Tensor | list[int] = out.handle.num_rows_per_expert
@@ -293,7 +289,8 @@ class MoELayer(RankExperts):
             counts = out.handle.num_rows_per_expert_on_host
         if self.fp8 and is_first_microbatch is not None:
             which["is_first_microbatch"] = is_first_microbatch
-        y: Tensor = self.experts(out.recv_x, counts, *self._probs_of(out), **which)
+        probs = [out.recv_topk_weights] if self.fp8 else []  # a weighted combine of fp8 rows would need their gradients in bf16
+        y: Tensor = self.experts(out.recv_x, counts, *probs, **which)
         _check_output("the experts", y, out.recv_x)
         return y
 

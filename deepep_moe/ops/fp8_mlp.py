@@ -20,7 +20,7 @@ from deepep_moe.ops.fp8_products import (
 from deepep_moe.ops.grouped_products import Groups, add_to
 from deepep_moe.ops.quant import quantize_fp8, quantize_fp8_weights, quantize_fp8_weights_both
 from deepep_moe.ops.quantized import QuantizedRows
-from deepep_moe.ops.swiglu import swiglu, swiglu_backward
+from deepep_moe.ops.swiglu import readable_probs, swiglu, swiglu_backward
 
 _GRADIENTS = (torch.float32, torch.bfloat16)
 _Fp8 = tuple[Tensor, Tensor]  # values and scales
@@ -84,7 +84,7 @@ class Fp8Products:
             from deepep_moe.ops import fp8_row_kernels  # this imports Triton
 
             with on_device(inner):
-                return fp8_row_kernels.swiglu_quantized(inner, _contiguous(probs), groups.offsets)
+                return fp8_row_kernels.swiglu_quantized(inner, readable_probs(probs), groups.offsets)
         return self.rows_of((swiglu if act is None else act.forward)(inner, probs, groups))
 
     def activated_back(
@@ -96,7 +96,7 @@ class Fp8Products:
             from deepep_moe.ops import fp8_row_kernels
 
             with on_device(inner):
-                of_inner, grad_probs = fp8_row_kernels.swiglu_backward_quantized(grad, inner, _contiguous(probs), groups.offsets)
+                of_inner, grad_probs = fp8_row_kernels.swiglu_backward_quantized(grad, inner, readable_probs(probs), groups.offsets)
             return QuantizedRows(*of_inner), grad_probs, rows
         grad_inner, grad_probs, _ = (swiglu_backward if act is None else act.backward)(grad, inner, probs, groups, False)
         return grad_inner, grad_probs, rows
@@ -106,10 +106,6 @@ def _product(rows: _Fp8, matrices: _Fp8, groups: Groups) -> Tensor:
     if len(rows[0]) == 0:
         return rows[0].new_empty(0, matrices[0].shape[1], dtype=torch.bfloat16)
     return grouped_fp8_product(*rows, *matrices, groups.offsets)
-
-
-def _contiguous(probs: Tensor | None) -> Tensor | None:
-    return None if probs is None else probs.contiguous()
 
 
 def _swiglu_has_kernels(inner: Tensor, probs: Tensor | None) -> bool:

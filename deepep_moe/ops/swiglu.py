@@ -22,7 +22,7 @@ def swiglu(inner: Tensor, probs: Tensor | None, groups: Groups) -> Tensor:
         gate, up = inner.chunk(2, dim=-1)
         return scaled(silu(gate).mul_(up), probs)
     inner, y = aligned(inner), inner.new_empty(len(inner), inner.shape[1] // 2)
-    launch(_C.gpu_swiglu, inner, _contiguous(probs), groups.offsets, y, DTYPES[inner.dtype], on=inner)
+    launch(_C.gpu_swiglu, inner, readable_probs(probs), groups.offsets, y, DTYPES[inner.dtype], on=inner)
     return y
 
 
@@ -38,7 +38,7 @@ def swiglu_backward(
     grad, inner, grad_inner = aligned(grad), aligned(inner), torch.empty_like(inner)
     y = torch.empty_like(grad) if with_output else None
     grad_probs = None if probs is None else torch.empty_like(probs, memory_format=torch.contiguous_format)
-    arguments = inner, _contiguous(probs), groups.offsets, y, grad, grad_inner, grad_probs, DTYPES[inner.dtype]
+    arguments = inner, readable_probs(probs), groups.offsets, y, grad, grad_inner, grad_probs, DTYPES[inner.dtype]
     launch(_C.gpu_swiglu_backward, *arguments, on=inner)
     return grad_inner, grad_probs, y
 
@@ -48,7 +48,7 @@ def scaled(values: Tensor, probs: Tensor | None) -> Tensor:
     return values if probs is None else values.mul_(probs.unsqueeze(-1))
 
 
-def _contiguous(probs: Tensor | None) -> Tensor | None:
+def readable_probs(probs: Tensor | None) -> Tensor | None:
     return None if probs is None else readable(probs)
 
 
