@@ -1,7 +1,6 @@
 """DeepEP's `Buffer`: layout, dispatch and combine of its normal mode, on `deepep_moe.Buffer` in the rank layout."""
 
 import weakref
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -255,12 +254,9 @@ class Buffer(Suspending, LowLatencyCalls):
         except (TypeError, ValueError) as error:
             raise buffers.refuse(error) from None
         weights = None if topk_idx is None or topk_weights is None else detached(topk_weights)
-        dispatch = methodcaller(
-            "dispatch", x, lanes, weights, x_scales=x_scales, layout="rank", expert_alignment=alignment, num_recv_rows=bound,
-            num_sms=num_sms,
-        )  # fmt: skip
         least = 0 if bound is None else -(-bound // buffers.num_ranks)  # the caller's bound is for every rank with as many tokens
-        buffer, out = buffers.dispatch(x, counts.shape[0], lanes.shape[1], dispatch, least)
+        how: dict[str, Any] = {"layout": "rank", "expert_alignment": alignment, "num_recv_rows": bound, "num_sms": num_sms}
+        buffer, out = buffers.dispatch(x, lanes, weights, counts.shape[0], least, x_scales=x_scales, **how)
         handle = Handle(buffer, out.handle)
         if topk_idx is None:
             return out, (None, None, [] if bound else _counts_of_all(buffers, buffer, counts, alignment), handle)

@@ -1,7 +1,8 @@
 """The buffers behind a DeepEP buffer: DeepEP's constructor names no sizes, so they are made at the first call that shows some."""
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -12,10 +13,10 @@ from deepep_moe.device import is_gpu
 from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.growing import GrowingBuffer
+from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import agree, host_id, join
 from deepep_moe.group.suspension import Suspending
 
-_Result = TypeVar("_Result")
 _Error = TypeVar("_Error", bound=Exception)
 _Handle = TypeVar("_Handle")
 _OPTION = "num_max_tokens_per_rank of the DeepEP buffer"
@@ -119,15 +120,15 @@ class GrowingBuffers(Buffers):
         """`sums` of the buffers. By lanes they serve the expert layout."""
 
     def dispatch(
-        self, x: Tensor, num_experts: int, num_topk: int, send: Callable[[Buffer], _Result], num_least_tokens: int = 0
-    ) -> tuple[Buffer, _Result]:
-        """Return the buffer for `x` [num_tokens, hidden] and `send(buffer)`, which makes one dispatch. Collective.
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int, num_least_tokens: int, **how: Any
+    ) -> tuple[Buffer, DispatchOutput]:
+        """Return the buffer for `x` [num_tokens, hidden] and what its dispatch returns, of which `how` has the other arguments. Collective.
 
         `num_least_tokens`: the same on every rank; a buffer with less room is replaced first. Raises what the construction of a Buffer and
         its dispatch raise.
         """
         num_tokens, hidden = x.shape
-        key = (hidden, num_experts, num_topk, x.device)
+        key = (hidden, num_experts, topk_idx.shape[1], x.device)
         growing = self._buffers.get(key)
         if growing is None:
             growing = self._make(key, max(num_tokens, num_least_tokens))
@@ -136,7 +137,7 @@ class GrowingBuffers(Buffers):
             self.meet()  # a rank refuses the call in the previous buffer
             growing.grow(num_least_tokens)
         self._latest = growing
-        return growing.dispatch(num_tokens, send)
+        return growing.dispatch(num_tokens, methodcaller("dispatch", x, topk_idx, topk_weights, **how))
 
     def meet(self) -> None:
         """Wait until all ranks are in a call that makes a buffer or agrees on something. Collective. Raises EPPeerError if a peer has

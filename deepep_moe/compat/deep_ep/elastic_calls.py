@@ -1,7 +1,6 @@
 """Dispatch and combine of DeepEP 2 and 2.5 on `deepep_moe.Buffer`: compact rows are its rank layout, expanded rows its expert layout."""
 
 from collections.abc import Callable
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -187,11 +186,10 @@ class BufferOfGroup(Suspending):
                 bound = _most_rows(most, num_topk, num_experts // buffers.num_ranks if do_expand else None, alignment, buffers.num_ranks)
         except (TypeError, ValueError) as error:
             raise buffers.refuse(error) from None
-        send = methodcaller(
-            "dispatch", rows, topk_idx, None if topk_weights is None else detached(topk_weights), x_scales=scales, layout=layout,
+        buffer, out = buffers.dispatch(
+            rows, topk_idx, None if topk_weights is None else detached(topk_weights), num_experts, most, x_scales=scales, layout=layout,
             expert_alignment=alignment, num_recv_rows=bound, num_sms=num_sms or None, return_hook=is_deferred,
         )  # fmt: skip
-        buffer, out = buffers.dispatch(rows, num_experts, num_topk, send, most)
         kept = None if do_handle_copy else topk_idx
         return out, EPHandle(self.group, buffer, out.handle, kept, topk_idx.dtype, bool(do_expand), most, num_sms, waits)
 

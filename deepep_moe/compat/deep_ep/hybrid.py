@@ -1,7 +1,6 @@
 """DeepEP's `HybridEPBuffer` on `deepep_moe.Buffer`: a dispatch with permutation is its expert layout, one without its rank layout."""
 
 import contextlib
-from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -287,12 +286,11 @@ class HybridEPBuffer(Suspending):
         lanes = self._lanes_of(routing, num_experts, num_rows, alignment) if lanes is None else (*lanes, None)
         for is_last in (False, True):
             topk_idx, topk_weights, has_dropped = lanes
-            send = methodcaller(
-                "dispatch", rows, topk_idx, topk_weights, x_scales=scales, layout=layout, expert_alignment=alignment,
-                num_recv_rows=num_rows, num_sms=self._num_sms[0],
-            )  # fmt: skip
             try:
-                buffer, out = self._buffers.dispatch(rows, num_experts, topk_idx.shape[1], send, self._num_max_tokens)
+                buffer, out = self._buffers.dispatch(
+                    rows, topk_idx, topk_weights, num_experts, self._num_max_tokens, x_scales=scales, layout=layout,
+                    expert_alignment=alignment, num_recv_rows=num_rows, num_sms=self._num_sms[0],
+                )  # fmt: skip
                 return out, HybridHandle(buffer, out.handle, topk_idx, self.configurer.buffer_config, has_dropped)
             except (ValueError, EPPeerError) as error:
                 if routing_map is None or num_rows is not None or getattr(error, "code", None) != Cause.NO_EXPERT or is_last:
