@@ -115,8 +115,7 @@ def check_is_balance(balance: object) -> None:
 
 def has_hooks(experts: nn.Module) -> bool:
     """Return whether hooks see what the experts return, or the gradient of that. The outputs of copies must be part of it then."""
-    hooks = (*experts._forward_hooks.values(), *experts._backward_hooks.values(), *experts._backward_pre_hooks.values())
-    return any(not getattr(hook, "ignores_output", False) for hook in hooks)
+    return bool(experts._forward_hooks or experts._backward_hooks or experts._backward_pre_hooks)
 
 
 def sizes_of(weights: Parts, buffer: Buffer) -> tuple[object, ...]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,8 @@ class LayerMetrics:
         return layer.training and torch.is_grad_enabled() and not runs_again
 
     def count(self, rows_per_expert: torch.Tensor) -> None:
-        """Add [num_local_experts] rows of a forward, on any device."""
+        """Add the rows of a forward, on any device. rows_per_expert: [num_local_experts], or more, of which the others are left out."""
+        rows_per_expert = rows_per_expert[: self._num_local_experts]
         if self._rows is None:
             with torch.inference_mode(False):  # a model that serves may leave and enter this mode
                 self._rows = torch.zeros(NUM_CALLS + 2, self._num_local_experts, dtype=torch.int64, device=rows_per_expert.device)
@@ -147,8 +148,7 @@ class Metrics:
     not. If a layer is in eval mode when this object is made, as in a model that serves, all its forwards count.
 
     A layer is a `MoELayer`, a layer of `deepep_moe.integrations.huggingface.spread_experts`, or one that
-    `deepep_moe.integrations.deepspeed` has swapped: of AutoEP, and under `wall_clock_breakdown`, without the time of its exchange. PyTorch
-    hooks collect the values of the first two, so other layers have no overhead.
+    `deepep_moe.integrations.deepspeed` has swapped: of AutoEP, and under `wall_clock_breakdown`, without the time of its exchange.
 
     Args:
         model: the model whose layers are observed from now on, on every rank.
@@ -231,58 +231,38 @@ class _Counted:
 
 def _follow(module: Any) -> _Counted | None:
     """Return a layer of ours, which is counted from now on, or None."""
-    if isinstance(getattr(module, "buffer", None), Buffer) and hasattr(module, "experts"):
-        return _Followed(module)
-    if not hasattr(module, "deepep_moe_metrics"):
+    if not hasattr(type(module), "deepep_moe_metrics"):  # not that of a wrapper, which may pass on what its module has
         return None
-    if module.ep_group is None and module.ep_size > 1:
+    if isinstance(buffer := getattr(module, "buffer", None), Buffer):
+        counted = _Counted(module, buffer._group, buffer.num_ranks, buffer.num_local_experts)
+    elif module.ep_group is None and module.ep_size > 1:
         raise ValueError(f"a {type(module).__name__} has no expert-parallel group yet; make Metrics after deepspeed.initialize")
-    counted = _Counted(module, module.ep_group, module.ep_size, module.num_local_experts)
-    module.deepep_moe_metrics = counted.metrics  # a swapped layer of DeepSpeed adds to it
+    else:
+        counted = _Counted(module, module.ep_group, module.ep_size, module.num_local_experts)
+    module.deepep_moe_metrics = (*module.deepep_moe_metrics, counted.metrics)  # the layer adds to it
     return counted
 
 
-class _Followed(_Counted):
-    """A layer with hooks at the begin and the end of its two calls."""
+def metrics_of(layer: Any) -> list[LayerMetrics]:
+    """Return what the present forward of a layer adds to: nothing without `Metrics`, and where it does not count."""
+    return [metrics for metrics in layer.deepep_moe_metrics if metrics.counts(layer)]
 
-    def __init__(self, layer: Any):
-        super().__init__(layer, layer.buffer._group, layer.buffer.num_ranks, layer.buffer.num_local_experts)
-        self._timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        self._num_runs = 0  # of the experts in this forward; the second one is for rows that did not fit
-        self._counts: Callable[[], bool] = lambda: self.metrics.counts(layer)
-        # Dispatch begins behind the router, combine behind the shared expert, where the layer has them.
-        if isinstance(router := getattr(layer, "router", None), nn.Module):
-            router.register_forward_hook(lambda module, args, output: self._begin_forward(args[0]))
-        else:
-            layer.register_forward_pre_hook(lambda module, args: self._begin_forward(args[0]))
-        layer.experts.register_forward_pre_hook(lambda module, args: self._dispatched(args[1]))
-        shared = getattr(layer, "shared_expert", None)
-        if shared is not None:
-            shared.register_forward_hook(lambda module, args, output: self._begin(args[0]))
 
-        def begin_combine(module: nn.Module, args: Any, output: Any) -> None:
-            if shared is None or self._num_runs > 1:
-                self._begin(args[0])
+def timed(layer: Any, device: torch.device) -> contextlib.ExitStack:
+    """Time one of the two calls of a layer's forward, from now to the end of the context that is returned."""
+    times = contextlib.ExitStack()
+    for metrics in metrics_of(layer):
+        times.enter_context(metrics.timed(device))
+    return times
 
-        begin_combine.ignores_output = True  # type: ignore[attr-defined]  # for `deepep_moe.nn.balance`
-        layer.experts.register_forward_hook(begin_combine)
-        layer.register_forward_hook(lambda module, args, output: self._end())
 
-    def _begin_forward(self, x: Tensor) -> None:
-        self._num_runs = 0
-        self._begin(x)
+def count_rows(layer: Any, rows_per_expert: Tensor) -> None:
+    """Count the rows that the experts of this rank got in a layer's forward."""
+    for metrics in metrics_of(layer):
+        metrics.count(rows_per_expert)
 
-    def _begin(self, x: Tensor) -> None:
-        self._timed = self.metrics.timed(x.device) if self._counts() else contextlib.nullcontext()
-        self._timed.__enter__()
 
-    def _end(self) -> None:
-        self._timed.__exit__(None, None, None)
-
-    def _dispatched(self, rows_per_expert: Tensor | Sequence[int]) -> None:
-        self._end()
-        self._num_runs += 1
-        if self._counts() and self._num_runs > 1:
-            self.metrics.num_repeats += 1
-        elif self._counts():
-            self.metrics.count(rows_per_expert if isinstance(rows_per_expert, Tensor) else torch.tensor(rows_per_expert))
+def count_repeat(layer: Any) -> None:
+    """Count that the experts of a layer's forward run twice."""
+    for metrics in metrics_of(layer):
+        metrics.num_repeats += 1

@@ -18,6 +18,7 @@ from deepep_moe.group.rendezvous import check_same, gather_objects
 from deepep_moe.library import untraced
 from deepep_moe.nn.balance import Balance, Copies, Parts, Planned, check_is_balance, has_hooks
 from deepep_moe.nn.grouped_experts import GroupedExperts
+from deepep_moe.nn.metrics import count_repeat, count_rows, timed
 from deepep_moe.nn.rank_parameters import RankExperts
 from deepep_moe.nn.router import Router
 from deepep_moe.ops.fp8_kept import check_is_first_microbatch, kept_in
@@ -217,6 +218,7 @@ class MoELayer(RankExperts):
         y, shared = tell(self._run_both, rows, out, is_first_microbatch, planned)
         settled = self.buffer.settle(out)  # if it raises, the dispatch has failed, which the peers know
         if settled is not out:
+            count_repeat(self)
             y = tell(self._run_experts, settled, is_first_microbatch, planned)
         combined: Tensor = tell(self._combine, y, shared, settled, planned)
         return (combined if planned is None else planned.fetch_in_backward(combined)).view(x.shape)
@@ -258,7 +260,9 @@ class MoELayer(RankExperts):
         guesses = guesses and not (planned is not None and planned.is_whole)
         how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": GUESS if guesses else bound}
         how |= {"fp8": self.fp8, "layer": self._layer}
-        out = self.buffer.dispatch(rows, topk_idx, topk_weights, **how)
+        with timed(self, rows.device):
+            out = self.buffer.dispatch(rows, topk_idx, topk_weights, **how)
+        count_rows(self, out.handle.num_rows_per_expert)
         return rows, out, planned
 
     def _run_both(
@@ -277,7 +281,8 @@ class MoELayer(RankExperts):
         if planned is not None:
             y = planned.end(y, out.handle)
         weights = None if self.fp8 else out.recv_topk_weights
-        combined: Tensor = self.buffer.combine(y, out.handle, weights, bias=shared, fp8=self.fp8)
+        with timed(self, y.device):
+            combined: Tensor = self.buffer.combine(y, out.handle, weights, bias=shared, fp8=self.fp8)
         return combined
 
     def _run_experts(self, out: DispatchOutput, is_first_microbatch: bool | None, planned: Planned | None = None) -> Tensor:

@@ -58,7 +58,7 @@ class Swapped:
     deepep_moe_plan: Plan
     deepep_moe_number: int = 0
     """`layer` of its dispatches."""
-    deepep_moe_metrics: LayerMetrics | None = None
+    deepep_moe_metrics: tuple[LayerMetrics, ...] = ()
     """The counts of this layer for `deepep_moe.nn.Metrics`."""
 
     def __setstate__(self, state: dict[str, object]) -> None:

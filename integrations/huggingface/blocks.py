@@ -15,6 +15,7 @@ from deepep_moe.integrations.huggingface import saving
 from deepep_moe.integrations.huggingface.proof import WEIGHTS, check, is_stack
 from deepep_moe.library import untraced
 from deepep_moe.nn import GroupedExperts, mark_experts
+from deepep_moe.nn.metrics import count_repeat, count_rows, timed
 from deepep_moe.nn.rank_parameters import RankExperts
 
 _Block = tuple[str, int, int]  # name of the experts, hidden, number of experts
@@ -57,8 +58,10 @@ class SpreadExperts(RankExperts):
         y = notify_peers_on_failure(self.buffer, self._run_experts, out)
         settled = self.buffer.settle(out)  # if it raises, the dispatch has failed, which the peers know
         if settled is not out:
+            count_repeat(self)
             y = notify_peers_on_failure(self.buffer, self._run_experts, settled)
-        combined: Tensor = self.buffer.combine(y, settled.handle, settled.recv_topk_weights)
+        with timed(self, y.device):
+            combined: Tensor = self.buffer.combine(y, settled.handle, settled.recv_topk_weights)
         return combined.view(hidden_states.shape)
 
     def _dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> DispatchOutput:
@@ -70,7 +73,10 @@ class SpreadExperts(RankExperts):
                 f"hidden_states has {len(rows)} tokens, more than num_max_tokens_per_rank, which is {most}; pass a larger number to "
                 "spread_experts(model, num_max_tokens_per_rank=...)"
             )
-        return self.buffer.dispatch(rows, top_k_index, top_k_weights.float(), num_recv_rows=GUESS, layer=self._layer)
+        with timed(self, rows.device):
+            out = self.buffer.dispatch(rows, top_k_index, top_k_weights.float(), num_recv_rows=GUESS, layer=self._layer)
+        count_rows(self, out.handle.num_rows_per_expert)
+        return out
 
     def _run_experts(self, out: DispatchOutput) -> Tensor:
         y: Tensor = self.experts(out.recv_x, out.handle.num_rows_per_expert)

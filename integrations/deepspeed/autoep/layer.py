@@ -16,9 +16,10 @@ from deepep_moe.integrations.common.patches import meanwhile
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.autoep.router import BIAS, check_bias, has_moving_bias, move_with, restore_router, swap_router
 from deepep_moe.integrations.deepspeed.buffers import Plan, Swapped, groups_of, ready, unswap, why_not_served
-from deepep_moe.integrations.deepspeed.native.layer import count_rows, lengthened, widened, with_gradient
+from deepep_moe.integrations.deepspeed.native.layer import lengthened, widened, with_gradient
 from deepep_moe.integrations.deepspeed.options import Layer
 from deepep_moe.library import untraced
+from deepep_moe.nn.metrics import count_rows
 from deepep_moe.ops.weighted import weighted_sum
 
 # 0.19.7 and newer route tokens in a method, so that a library can take over between router and shared experts.

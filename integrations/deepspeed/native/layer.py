@@ -35,16 +35,13 @@ from deepep_moe.integrations.deepspeed.native.grouped import (
 )
 from deepep_moe.integrations.deepspeed.native.routing import Routing, route
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
-from deepep_moe.integrations.deepspeed.options import Layer
 from deepep_moe.library import untraced
 from deepep_moe.nn.balance import Copies, Parts, Planned
-from deepep_moe.nn.metrics import LayerMetrics
+from deepep_moe.nn.metrics import count_repeat, count_rows, timed
 from deepep_moe.ops.fp8_kept import KeptWeights
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT
 from deepep_moe.ops.grouped_products import has_kernels
 from deepep_moe.ops.lanes import nodes_per_token
-
-_UNTIMED = contextlib.nullcontext()
 
 
 class PackedMOELayer(Swapped, MOELayer):
@@ -201,8 +198,7 @@ class PackedMOELayer(Swapped, MOELayer):
             buffer, settled = growing.settle(len(x), send, buffer, out)
             if settled is not out:
                 out, outputs = settled, notify_peers_on_failure(buffer, self._run_joined, weights, settled, planned)
-                if (metrics := metrics_of(self)) is not None:
-                    metrics.num_repeats += 1
+                count_repeat(self)
         if planned is not None:
             outputs = notify_peers_on_failure(buffer, planned.end, outputs, out.handle)
         count_rows(self, out.handle.num_rows_per_expert if planned is None else planned.copies.rows_of_experts())
@@ -256,13 +252,12 @@ class PackedMOELayer(Swapped, MOELayer):
         warn_once(f"experts of a MoE layer run one by one, without grouped products: {weights}", on_all_ranks=True)
         return None
 
-    def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[None]:
+    def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[object]:
         """Write the milliseconds of a block to `attribute`, where the engine reads them, under `wall_clock_breakdown`. Else time the parts
         of the exchange for metrics."""
         if self.wall_clock_breakdown:
             return self._timing(timer, attribute)
-        metrics = None if timer == MOE_TIMER else metrics_of(self)
-        return _UNTIMED if metrics is None else metrics.timed(self.gate.wg.weight.device)
+        return contextlib.nullcontext() if timer == MOE_TIMER else timed(self, self.gate.wg.weight.device)
 
     @contextlib.contextmanager
     def _timing(self, timer: str, attribute: str) -> Iterator[None]:
@@ -272,18 +267,6 @@ class PackedMOELayer(Swapped, MOELayer):
         finally:
             self.timers(timer).stop()
         setattr(self, attribute, self.timers(timer).elapsed(reset=False))
-
-
-def metrics_of(layer: Layer) -> LayerMetrics | None:
-    """Return what this forward is counted in, or None: without metrics, and where it does not count."""
-    metrics: LayerMetrics | None = layer.deepep_moe_metrics
-    return metrics if metrics is not None and metrics.counts(layer) else None
-
-
-def count_rows(layer: Layer, counts: Tensor) -> None:
-    """Count the rows that the experts of this rank got. counts: [num_local_experts, or more]."""
-    if (metrics := metrics_of(layer)) is not None:
-        metrics.count(counts[: layer.num_local_experts])
 
 
 def run_one_by_one(experts: list[torch.nn.Module], parts: tuple[Tensor, ...]) -> list[Tensor]:
