@@ -51,20 +51,26 @@ void bind_types(py::module_& m) {
 
 TensorArg tensor_of(py::handle owner, const char* name) { return tensor_arg(owner.attr(name)); }
 
-HandleArg handle_of(py::handle handle) {
-    HandleArg arg;
-    arg.call = tensor_of(handle, "call").as<const int64_t*>();
-    arg.is_expert_layout = handle.attr("layout").cast<std::string_view>() == "expert";
-    arg.expert_alignment = handle.attr("expert_alignment").cast<int>();
-    arg.topk_idx = tensor_of(handle, "topk_idx");
-    arg.recv_row_idx = tensor_of(handle, "recv_row_idx");
-    arg.recv_counts = tensor_of(handle, "recv_counts");
-    return arg;
-}
+Layout layout_of(py::handle owner) { return owner.attr("layout").cast<std::string_view>() == "expert" ? Layout::kExpert : Layout::kRank; }
+
+// Holds the fields of a `DispatchHandle` that a call reads.
+struct HandleArg {
+    const TensorArg topk_idx, recv_row_idx, recv_counts;
+    const Layout layout;
+    const int expert_alignment;
+    const int64_t number;  // of the dispatch
+
+    explicit HandleArg(py::handle handle)
+        : topk_idx(tensor_of(handle, "topk_idx")),
+          recv_row_idx(tensor_of(handle, "recv_row_idx")),
+          recv_counts(tensor_of(handle, "recv_counts")),
+          layout(layout_of(handle)),
+          expert_alignment(handle.attr("expert_alignment").cast<int>()),
+          number(*tensor_of(handle, "call").as<const int64_t*>()) {}
+};
 
 std::vector<int64_t> plan(ShmExchange& self, DType dtype, py::handle args, const TensorArg& own_counts, const TensorArg& all_counts) {
-    const Layout layout = args.attr("layout").cast<std::string_view>() == "expert" ? Layout::kExpert : Layout::kRank;
-    Signature signature{Operation::kDispatch, dtype, layout, args.attr("expert_alignment").cast<int>()};
+    Signature signature{Operation::kDispatch, dtype, layout_of(args), args.attr("expert_alignment").cast<int>()};
     signature.has_weights = !args.attr("topk_weights").is_none(), signature.has_scales = !args.attr("x_scales").is_none();
     const auto num_recv_rows = args.attr("num_recv_rows").cast<int64_t>();
     const py::gil_scoped_release released;
@@ -74,7 +80,7 @@ std::vector<int64_t> plan(ShmExchange& self, DType dtype, py::handle args, const
 DispatchParams params_of(const HandleArg& handle, py::handle args, py::handle rows, const TensorArg& recv_topk_idx, bool cached) {
     const TensorArg x = tensor_of(args, "x"), x_scales = tensor_of(args, "x_scales"), recv_x = tensor_of(rows, "recv_x");
     return {
-        .layout = handle.layout(),
+        .layout = handle.layout,
         .cached = cached,
         .streaming = recv_x.num_rows * recv_x.row_bytes() > kStreamingBytes,
         .row_bytes = static_cast<size_t>(x.row_bytes()),
@@ -96,27 +102,27 @@ DispatchParams params_of(const HandleArg& handle, py::handle args, py::handle ro
 
 void dispatch(ShmExchange& self, py::handle handle, py::handle args, py::handle rows, const TensorArg& recv_topk_idx,
               const TensorArg& row_begin) {
-    DispatchParams params = params_of(handle_of(handle), args, rows, recv_topk_idx, false);
+    DispatchParams params = params_of(HandleArg(handle), args, rows, recv_topk_idx, false);
     params.row_begin = row_begin.as<const int32_t*>();
     const py::gil_scoped_release released;
     self.dispatch(params);
 }
 
 void dispatch_cached(ShmExchange& self, DType dtype, py::handle args, py::handle rows) {
-    const HandleArg handle = handle_of(args.attr("handle"));
+    const HandleArg handle(args.attr("handle"));
     const DispatchParams params = params_of(handle, args, rows, {}, true);
-    Signature signature{Operation::kCachedDispatch, dtype, handle.layout(), handle.expert_alignment, handle.number()};
+    Signature signature{Operation::kCachedDispatch, dtype, handle.layout, handle.expert_alignment, handle.number};
     signature.has_weights = !args.attr("topk_weights").is_none(), signature.has_scales = !args.attr("x_scales").is_none();
     const py::gil_scoped_release released;
     self.make(signature, params);
 }
 
 void combine(ShmExchange& self, DType dtype, py::handle args, const TensorArg& combined_x, const TensorArg& combined_topk_weight_grads) {
-    const HandleArg handle = handle_of(args.attr("handle"));
+    const HandleArg handle(args.attr("handle"));
     const TensorArg topk_weight_grads = tensor_of(args, "topk_weight_grads");
     const CombineParams params{
         .dtype = dtype,
-        .layout = handle.layout(),
+        .layout = handle.layout,
         .recv_counts = handle.recv_counts.as<const int32_t*>(),
         .recv_row_idx = handle.recv_row_idx.as<const int32_t*>(),
         .x = tensor_of(args, "x").as<const std::byte*>(),
@@ -129,7 +135,7 @@ void combine(ShmExchange& self, DType dtype, py::handle args, const TensorArg& c
         .combined_topk_weight_grads = combined_topk_weight_grads.as<float*>(),
         .options = combine_options_of(args.attr("options")),
     };
-    Signature signature{Operation::kCombine, dtype, handle.layout(), 1, handle.number()};
+    Signature signature{Operation::kCombine, dtype, handle.layout, 1, handle.number};
     signature.has_topk_weight_grads = topk_weight_grads.is_there;
     const py::gil_scoped_release released;
     self.make(signature, params);

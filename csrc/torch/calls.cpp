@@ -3,14 +3,6 @@
 namespace deepep_moe {
 namespace {
 
-// Views `lanes` rows as one.
-MatrixArg matrix_of(const Tensor& tensor, int64_t lanes) {
-    const Tensor wide = tensor.defined() && lanes > 1 ? tensor.view({-1, lanes}) : tensor;
-    MatrixArg arg{arg_of(wide)};
-    if (wide.defined()) arg.row_stride = wide.stride(0), arg.column_stride = wide.stride(1);
-    return arg;
-}
-
 bool is_fp8(at::ScalarType type) { return type == at::kFloat8_e4m3fn || type == at::kFloat8_e5m2; }
 
 }  // namespace
@@ -210,22 +202,6 @@ void Calls::run(InFlight& in_flight, const Mode& how, const CallMode& mode, Call
             });
 }
 
-void Calls::receive_into(Received& rows, const Outgoing& sent, GpuDispatchCall& call, int64_t num_rows, bool is_guess,
-                         bool is_bounded) const {
-    const bool is_expert_layout = call.params.is_expert_layout;
-    rows.x = empty({num_rows, settings.hidden}, sent.x.scalar_type());
-    if (sent.x_scales.defined()) rows.x_scales = empty({num_rows, sent.x_scales.size(1)}, at::kFloat);
-    if (sent.topk_weights.defined())
-        rows.topk_weights = is_expert_layout ? empty({num_rows}, at::kFloat) : empty({num_rows, settings.num_topk}, at::kFloat);
-    Tensor topk_idx;
-    if (!is_expert_layout && sent.topk_idx.defined()) {
-        const c10::InferenceMode counts_changes(false);  // a part of the handle, as in `dispatch`
-        topk_idx = rows.handle->recv_topk_idx = empty({num_rows, settings.num_topk}, sent.topk_idx.scalar_type());
-        if (is_bounded) topk_idx.fill_(-1);  // rows behind the last
-    }
-    call.receive_into(arg_of(rows.x), arg_of(rows.x_scales), arg_of(topk_idx), arg_of(rows.topk_weights), is_guess);
-}
-
 // Gives outputs to a dispatch when their rows are known. Called from the other module, without the GIL: what fails is kept, and thrown once
 // that has returned.
 struct Allocation {
@@ -258,8 +234,7 @@ Received Calls::dispatch(const Outgoing& sent, bool is_expert_layout, int64_t ex
         handle.memory = empty({handle.shape.starts.back()}, at::kInt);
         handle.call = at::empty({num_handle_numbers()}, at::kLong);
     }
-    GpuDispatchCall call(handle.arg(), arg_of(sent.x), arg_of(sent.x_scales), matrix_of(sent.topk_idx, lanes()),
-                         matrix_of(sent.topk_weights, lanes()), dtype_of(sent.x.scalar_type()), num_recv_rows);
+    GpuDispatchCall call = dispatch_call(handle, sent, num_recv_rows);
     Allocation allocation;
     allocation.make = [&](int64_t num_rows, bool is_guess) {
         receive_into(received, sent, call, num_rows, is_guess, num_recv_rows >= 0);
@@ -336,14 +311,14 @@ Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Out
     check_counted(*handle);
     Received received;
     received.handle = handle;
-    GpuDispatchCall call(handle->arg(), arg_of(sent.x), arg_of(sent.x_scales), {}, matrix_of(sent.topk_weights, lanes()),
-                         dtype_of(sent.x.scalar_type()), -1);
+    GpuDispatchCall call = cached_dispatch_call(*handle, sent);
     receive_into(received, sent, call, handle->num_rows, false, false);
     variable_list tensors{sent.x, sent.x_scales, sent.topk_weights, handle->memory, received.x, received.x_scales, received.topk_weights};
     if (scaling != nullptr) {
         received.grad_weights = at::empty_like(scaling->weights);
-        call.params.scaling = scaling_of(arg_of(scaling->weights), arg_of(scaling->x), scaling->expert_rows, arg_of(received.grad_weights),
-                                         dtype_of(scaling->x.scalar_type()));
+        call.params.scaling = {dtype_of(scaling->x.scalar_type()), data_of<const float>(scaling->weights),
+                               data_of<const std::byte>(scaling->x), scaling->expert_rows == nullptr ? ExpertRows{} : *scaling->expert_rows,
+                               data_of<float>(received.grad_weights)};
     }
     const CallMode mode = begin_along(*handle, how);
     run(received, how, mode, call, tensors, [&](ExchangeShim& exchange) { return exchange.dispatch_cached(call, mode); });
@@ -358,13 +333,7 @@ Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows*
     Combined combined;
     combined.x = empty({handle.shape.num_tokens / (inputs.tokens_per_row * lanes()), settings.hidden}, x.scalar_type());
     if (inputs.topk_weight_grads.defined()) combined.topk_weight_grads = empty({handle.shape.num_tokens, settings.num_topk}, at::kFloat);
-    const bool are_sent = settings.is_by_lane && can_fuse() && inputs.weights.defined();  // the weights, beside their rows
-    const Tensor& beside = are_sent ? inputs.weights : inputs.topk_weight_grads;
-    GpuCombineCall call(handle.arg(), arg_of(x), expert_rows,
-                        arg_of(are_sent || inputs.source_weights.defined() ? Tensor() : inputs.weights), arg_of(inputs.bias),
-                        arg_of(beside), arg_of(inputs.source_weights), arg_of(combined.x), arg_of(combined.topk_weight_grads),
-                        dtype_of(x.scalar_type()), inputs.options);
-    call.params.is_fused = settings.is_fused, call.params.weights_are_sent = are_sent;
+    const GpuCombineCall call = combine_call(handle, x, expert_rows, inputs, combined);
     variable_list tensors{x, inputs.weights, inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory};
     tensors.insert(tensors.end(), {combined.x, combined.topk_weight_grads});
     const CallMode mode = begin_along(handle, how);

@@ -150,6 +150,11 @@ public:
 private:
     Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const { return at::empty(sizes, at::TensorOptions(device_).dtype(type)); }
     bool are_rows(const Tensor& x, const Tensor& scales) const;
+    // These fill in the call's parameters, in params.cpp. A dispatch gets its outputs by `receive_into`.
+    GpuDispatchCall dispatch_call(const Handle& handle, const Outgoing& sent, int64_t num_recv_rows) const;
+    GpuDispatchCall cached_dispatch_call(const Handle& handle, const Outgoing& sent) const;
+    GpuCombineCall combine_call(const Handle& handle, const Tensor& x, const ExpertRows* expert_rows, const CombineInputs& inputs,
+                                const Combined& combined) const;
     void receive_into(Received& rows, const Outgoing& sent, GpuDispatchCall& call, int64_t num_rows, bool is_guess, bool is_bounded) const;
     void count_late();
     CallMode begin(const Mode& how);

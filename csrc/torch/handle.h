@@ -6,7 +6,7 @@
 #include <memory>
 #include <optional>
 
-#include "common/tensor_arg.h"
+#include "cuda/params.h"
 #include "torch/tensors.h"
 
 namespace deepep_moe {
@@ -78,30 +78,13 @@ struct Handle {
         return copy;
     }
 
-    HandleArg arg() const {
-        HandleArg arg;
-        arg.call = call.const_data_ptr<int64_t>();
-        arg.is_expert_layout = is_expert_layout;
-        arg.expert_alignment = static_cast<int>(expert_alignment);
-        arg.num_rows = num_rows;
-        const auto at = [&](HandleSection section) {
-            return reinterpret_cast<uintptr_t>(memory.const_data_ptr<int32_t>() + shape.starts[section]);
-        };
-        const auto experts_at = [&](HandleSection section, int64_t num_rows) {
-            TensorArg experts;
-            experts.address = at(section), experts.is_there = true;
-            experts.num_rows = num_rows / shape.lanes, experts.num_columns = shape.num_topk * shape.lanes,
-            experts.element_bytes = sizeof(int32_t);
-            return experts;
-        };
-        arg.topk_idx = experts_at(kTopkIdx, shape.num_tokens);
-        arg.recv_row_idx.address = at(kRecvRowIdx), arg.recv_counts.address = at(kRecvCounts);
-        arg.num_recv_tokens_per_expert.address = at(kTokensPerExpert);
-        if (shape.num_node_tokens > 0) {
-            arg.node_topk_idx = experts_at(kNodeTopkIdx, shape.num_node_tokens);
-            arg.in_counts.address = at(kInCounts);
-        }
-        return arg;
+    int64_t number() const { return *call.const_data_ptr<int64_t>(); }  // of the dispatch among the calls of its buffer
+    Layout layout() const { return is_expert_layout ? Layout::kExpert : Layout::kRank; }
+    // Returns the address of a section, which the dispatch writes.
+    int32_t* at(HandleSection section) const { return const_cast<int32_t*>(memory.const_data_ptr<int32_t>()) + shape.starts[section]; }
+    // Returns the routing of `num_tokens` tokens in a section, as the exchange takes it.
+    GpuTopkIdx experts_at(HandleSection section, int64_t num_tokens) const {
+        return {at(section), shape.num_topk * shape.lanes, 1, false, static_cast<int>(num_tokens / shape.lanes)};
     }
 };
 

@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <initializer_list>
 #include <string_view>
+#include <type_traits>
 
 #include "common/tensor_arg.h"
 #include "common/types.h"
@@ -150,9 +151,14 @@ inline TensorArg arg_of(const Tensor& tensor) {
     return arg;
 }
 
+// Returns the address of the tensor's memory, or nullptr if it has none. Type: const if nobody writes there.
 template <class Type>
 Type* data_of(const Tensor& tensor) {
-    return tensor.defined() && tensor.numel() > 0 ? static_cast<Type*>(tensor.data_ptr()) : nullptr;
+    if (!tensor.defined() || tensor.numel() == 0) return nullptr;
+    if constexpr (std::is_const_v<Type>)
+        return static_cast<Type*>(tensor.const_data_ptr());
+    else
+        return static_cast<Type*>(tensor.data_ptr());
 }
 
 inline bool is_aligned(const Tensor& tensor) { return arg_of(tensor).address % kRowAlignment == 0; }

@@ -5,13 +5,14 @@
 
 #include "common/gate.h"
 #include "common/low_latency.h"
+#include "common/tensor_arg.h"
 #include "runtime/nvlink/call.h"
 
 namespace deepep_moe {
 
 class ExchangeShim {
 public:
-    static constexpr const char* kName = "deepep_moe.ExchangeShim 6";
+    static constexpr const char* kName = "deepep_moe.ExchangeShim 7";
     // The other module allocates by this. It returns false if it has failed, and keeps the reason.
     using AllocateFunction = bool (*)(void* context, int64_t num_rows, bool is_guess) noexcept;
 
