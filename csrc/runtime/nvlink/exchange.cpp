@@ -59,7 +59,7 @@ int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, in
         *numbers = call_number();
     }
     if (room >= 0 && !starts_apart)
-        launch(call.params, num_sms, true, true, stream);
+        launch(call.params, num_sms, true, stream);
     else
         start(call.params, num_sms, stream);
     if (!starts_apart) join_rail(stream);
@@ -100,15 +100,8 @@ void NvlinkExchange::dispatch_cached(const GpuDispatchCall& call, const CallMode
     const Step step(*this, mode.stream);
     const int num_sms = num_senders(mode, tuning.num_sms);
     const int64_t* counts = counts_for_copies(call.numbers, num_sms, true);
-    const cudaStream_t stream = as_stream(mode.stream);
-    plan(call.plan, call.signature, call.rail, true, stream);
-    if (num_sms > 0 && !mode.is_split) {
-        launch(call.params, num_sms, true, true, stream);
-        return join_rail(stream);
-    }
-    start(call.params, num_sms, stream);
-    if (num_sms == 0) send_by_copies(counts, call.slot_bytes(), stream);
-    if (!mode.is_split) finish(call.params, stream);
+    plan(call.plan, call.signature, call.rail, true, as_stream(mode.stream));
+    move_along(call.params, mode, num_sms, counts, call.slot_bytes());
 }
 
 void NvlinkExchange::combine(const GpuCombineCall& call, const CallMode& mode) {
@@ -118,17 +111,23 @@ void NvlinkExchange::combine(const GpuCombineCall& call, const CallMode& mode) {
     if (num_sms == 0 && config_.is_by_lane)
         throw std::invalid_argument("num_sms=0 cannot serve sums by lanes, whose rows leave one by one; give num_sms of 1 or more");
     const int64_t* counts = counts_for_copies(call.numbers, num_sms, false);
-    const cudaStream_t stream = as_stream(mode.stream);
     GpuCombineParams params = call.params;
     params.direct = (params.direct && num_sms > 0) || config_.is_by_lane;  // copy engines take rows from the outbox
     const bool is_whole = num_sms > 0 && !mode.is_split;                   // otherwise the second half computes the sums that cross
-    plan(call.plan, call.signature, call.rail, is_whole, stream);
-    if (is_whole) {
+    plan(call.plan, call.signature, call.rail, is_whole, as_stream(mode.stream));
+    move_along(params, mode, num_sms, counts, call.slot_bytes());
+}
+
+// Move the rows of a call along a handle, whose plan is enqueued: in one launch, or half by half.
+template <class Params>
+void NvlinkExchange::move_along(const Params& params, const CallMode& mode, int num_sms, const int64_t* counts, int64_t slot_bytes) {
+    const cudaStream_t stream = as_stream(mode.stream);
+    if (num_sms > 0 && !mode.is_split) {
         launch(params, num_sms, true, stream);
         return join_rail(stream);
     }
     start(params, num_sms, stream);
-    if (num_sms == 0) send_by_copies(counts, call.slot_bytes(), stream);
+    if (num_sms == 0) send_by_copies(counts, slot_bytes, stream);
     if (!mode.is_split) finish(params, stream);
 }
 
@@ -304,13 +303,16 @@ void NvlinkExchange::ask() const {
 
 // ---- launches ----
 
-void NvlinkExchange::launch(const GpuDispatchParams& call, int num_sms, bool sends, bool receives, cudaStream_t stream) {
+void NvlinkExchange::launch(const GpuDispatchParams& call, int num_sms, bool finishes, cudaStream_t stream) {
     GpuDispatchParams params = completed(call, call.row_bytes, call.scale_bytes);
     const int most = num_sms_of_call();
-    params.num_send_blocks = sends && config_.num_ranks > 1 ? std::min(num_sms, std::max(1, most / 2)) : 0;
-    params.num_receive_blocks = receives ? std::clamp(most - params.num_send_blocks, 1, tuning.num_receive_blocks) : 0;
-    params.num_lane_blocks = params.has_lanes && sends ? std::min(most, lane_blocks(params.routing.num_tokens * config_.num_topk)) : 0;
-    launch_dispatch(params, stream, sends && receives && follows_plan(stream));
+    params.to_outbox = num_sms == 0 && !finishes;
+    if (params.to_outbox) num_sms = num_multiprocessors_;
+    params.num_send_blocks = config_.num_ranks > 1 ? std::min(num_sms, std::max(1, most / 2)) : 0;
+    params.num_receive_blocks = finishes ? std::clamp(most - params.num_send_blocks, 1, tuning.num_receive_blocks) : 0;
+    params.num_lane_blocks =
+        params.has_lanes && num_sms > 0 ? std::min(most, lane_blocks(params.routing.num_tokens * config_.num_topk)) : 0;
+    launch_dispatch(params, stream, num_sms > 0 && finishes && follows_plan(stream));
 }
 
 void NvlinkExchange::launch(const GpuCombineParams& call, int num_sms, bool finishes, cudaStream_t stream) {
@@ -327,15 +329,8 @@ void NvlinkExchange::launch(const GpuCombineParams& call, int num_sms, bool fini
 }
 
 // Start the first half of a call: send beside `stream`, or pack rows for copy engines.
-void NvlinkExchange::start(GpuDispatchParams params, int num_sms, cudaStream_t stream) {
-    params.to_outbox = num_sms == 0;
-    if (params.to_outbox) return launch(params, num_multiprocessors_, true, false, stream);
-    streams_.fork(stream);
-    launch(params, num_sms, true, false, streams_.sending);
-    streams_.has_sent(streams_.sending);
-}
-
-void NvlinkExchange::start(const GpuCombineParams& params, int num_sms, cudaStream_t stream) {
+template <class Params>
+void NvlinkExchange::start(const Params& params, int num_sms, cudaStream_t stream) {
     if (num_sms == 0) return launch(params, 0, false, stream);
     streams_.fork(stream);
     launch(params, num_sms, false, streams_.sending);
@@ -372,7 +367,7 @@ void NvlinkExchange::send_by_copies(const int64_t* counts, int64_t slot_bytes, c
 void NvlinkExchange::finish(const GpuDispatchParams& params, cudaStream_t stream) {
     if (!is_void()) {
         if (streams_.is_sending()) streams_.follow_fork(stream);  // the plan may be on another stream
-        launch(params, 0, false, true, stream);
+        launch(params, 0, true, stream);
     }
     join(stream);
 }

@@ -141,10 +141,14 @@ private:
     RowGuess& guess_of(const GpuDispatchCall& call, const CallMode& mode);
     void wait_for_plan(const volatile unsigned long long& word, GpuPhase phase);
     void ask() const;
-    void launch(const GpuDispatchParams& params, int num_sms, bool sends, bool receives, cudaStream_t stream);
+    // Make the first half of a call with num_sms SMs that send, or with 0 for copy engines; if it `finishes`, also the second half, with 0
+    // only that.
+    void launch(const GpuDispatchParams& params, int num_sms, bool finishes, cudaStream_t stream);
     void launch(const GpuCombineParams& params, int num_sms, bool finishes, cudaStream_t stream);
-    void start(GpuDispatchParams params, int num_sms, cudaStream_t stream);
-    void start(const GpuCombineParams& params, int num_sms, cudaStream_t stream);
+    template <class Params>
+    void move_along(const Params& params, const CallMode& mode, int num_sms, const int64_t* counts, int64_t slot_bytes);
+    template <class Params>
+    void start(const Params& params, int num_sms, cudaStream_t stream);
     void send_by_copies(const int64_t* counts, int64_t slot_bytes, cudaStream_t stream);
     void finish(const GpuDispatchParams& params, cudaStream_t stream);
     void finish(const GpuCombineParams& params, cudaStream_t stream);
