@@ -13,7 +13,7 @@ namespace deepep_moe {
 struct GpuCounts {
     // Numbers of plans (GpuContext::plan): the last that met its peers, the last that wrote these counts, the last that lacked room.
     unsigned long long met, ready, lacking;
-    long long num_recv_tokens, num_rows;
+    long long num_rows;
     int send_counts[kMaxGpuSources], recv_counts[kMaxGpuSources];
 };
 

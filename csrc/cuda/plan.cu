@@ -440,7 +440,6 @@ struct Plan {
         }
         __syncwarp();
         if (lane != 0) return;
-        counts->num_recv_tokens = num_recv_tokens(c.rank);
         counts->num_rows = num_rows[c.rank];
         __threadfence_system();
         counts->ready = c.plan;
