@@ -1,15 +1,6 @@
-// Low-latency dispatch and combine share these flags and handles on CPUs and GPUs. The parameters of calls, and this layout of a rank's
-// workspace, which its peers write, are for GPUs. deepep_moe/low_latency/shm_calls has the layout on CPUs.
-//
-//   resumed u64[num_ranks] | left u64[num_ranks] | reasons char[kTurns][num_ranks][kMaxReasonBytes] | kTurns turns, each:
-//     entered u64[num_ranks] | counts u64[num_ranks][num_local_experts] | rows of each backend's format [num_ranks][num_max_tokens].
-//
-// Only rank `source` writes row `source` of every array; for a source in another node, the rank of its rail here does. A rank's calls,
-// dispatches and combines alike, are numbered 1, 2, ... in the order in which they send, the same on every rank. Call n uses turn
-// n % kTurns. Flags hold the number of their call, what the rank does in it, and a value, so nothing is cleared between calls.
-//
-// The value of `entered` is the rank's number of tokens, or in a combine the last bits of its dispatch's number. The value of each of
-// `counts`, on GPUs, is the rank's number of tokens for an expert.
+// Low-latency dispatch and combine share these flags and handles on CPUs and GPUs. The parameters of calls are for GPUs. A rank's calls,
+// dispatches and combines alike, are numbered 1, 2, ... in the order in which they send, the same on every rank. Call n uses turn n %
+// kTurns of a workspace. cuda/low_latency.h lays out workspaces on GPUs, deepep_moe/low_latency/shm_calls those on CPUs.
 //
 // At most kMaxInFlight calls are sent and not yet received. A rank that sends call n has received n - 2, so all ranks had sent n - 2. For
 // that they had received n - 4. So turns never overlap, although receivers send no word.
@@ -101,30 +92,6 @@ struct LowLatencyConfig {
 };
 
 DEEPEP_MOE_HD constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-struct LowLatencyLayout {
-    int64_t resumed, left, reasons, turns, total_bytes;
-    int64_t num_ranks;
-    int64_t entered, counts, rows, turn_bytes;  // in a turn
-
-    LowLatencyLayout() = default;
-    DEEPEP_MOE_HD LowLatencyLayout(const LowLatencyConfig& c, int64_t bytes_of_rows) : resumed(0), num_ranks(c.num_ranks), entered(0) {
-        const int64_t ranks = c.num_ranks;
-        left = 8 * ranks;
-        reasons = left + 8 * ranks;
-        turns = round_up(reasons + kMaxReasonBytes * ranks * kTurns, 128);
-        counts = 8 * ranks;
-        rows = round_up(counts + 8 * ranks * c.num_local_experts, 128);
-        turn_bytes = rows + bytes_of_rows;
-        total_bytes = turns + kTurns * turn_bytes;
-    }
-    // The next functions return offsets of words that a rank writes in the workspace of another.
-    DEEPEP_MOE_HD int64_t resumed_of(int source) const { return resumed + 8 * source; }
-    // Each turn has its own reason, because a rank may refuse two calls before a peer reads the first reason.
-    DEEPEP_MOE_HD int64_t reason_of(int source, unsigned long long call) const {
-        return reasons + kMaxReasonBytes * (static_cast<int64_t>(call % kTurns) * num_ranks + source);
-    }
-};
 
 // Lays out the handle of a dispatch, in memory of the caller, which has what a rank needs for its combines. `failed` is
 // call ^ LowLatencyContext::failed if the dispatch failed on a GPU.

@@ -20,23 +20,41 @@ constexpr int kLowLatencyMaxBlocks = 1024;
 // on it, and benchmarks/probes/torn_lines.cu looks for exceptions. Such a row needs no separate flag, and so no wait for the link.
 constexpr int kLineBytes = 128, kLineLanes = 15, kLinePieces = 7;
 
-struct GpuLowLatencyLayout : LowLatencyLayout {
+// Lays out a rank's workspace, which its peers write:
+//
+//   resumed u64[num_ranks] | left u64[num_ranks] | reasons char[kTurns][num_ranks][kMaxReasonBytes] | kTurns turns, each:
+//     entered u64[num_ranks] | counts u64[num_ranks][num_local_experts] | rows as above.
+//
+// Only rank `source` writes row `source` of every array; for a source in another node, the rank of its rail here does. Flags hold the
+// number of their call, what the rank does in it, and a value, so nothing is cleared between calls. The value of `entered` is the rank's
+// number of tokens, or in a combine the last bits of its dispatch's number. The value of each of `counts` is the rank's number of tokens
+// for an expert.
+struct GpuLowLatencyLayout {
+    int64_t resumed, left, reasons, turns, total_bytes;
+    int64_t num_ranks;
+    int64_t entered, counts, rows, turn_bytes;  // in a turn
     int64_t head_bytes, slot_bytes, landed;
 
     GpuLowLatencyLayout() = default;
-    DEEPEP_MOE_HD GpuLowLatencyLayout(const LowLatencyConfig& c, int num_nodes)
-        : LowLatencyLayout(c, c.capacity() * bytes_of_slot(c) + (num_nodes > 1 ? round_up(8 * c.capacity(), 128) : 0)),
-          head_bytes(bytes_of_head(c)),
-          slot_bytes(bytes_of_slot(c)),
-          landed(rows + c.capacity() * bytes_of_slot(c)) {}
-    DEEPEP_MOE_HD static constexpr int64_t lines_of(int64_t num_pieces) { return (num_pieces + kLinePieces - 1) / kLinePieces; }
-
-private:
-    DEEPEP_MOE_HD static int64_t bytes_of_head(const LowLatencyConfig& c) {
-        return kLineBytes * ((c.num_topk + kLineLanes - 1) / kLineLanes);
+    DEEPEP_MOE_HD GpuLowLatencyLayout(const LowLatencyConfig& c, int num_nodes) : resumed(0), num_ranks(c.num_ranks), entered(0) {
+        const int64_t ranks = c.num_ranks;
+        left = 8 * ranks;
+        reasons = left + 8 * ranks;
+        turns = round_up(reasons + kMaxReasonBytes * ranks * kTurns, 128);
+        counts = 8 * ranks;
+        rows = round_up(counts + 8 * ranks * c.num_local_experts, 128);
+        head_bytes = kLineBytes * ((c.num_topk + kLineLanes - 1) / kLineLanes);
+        slot_bytes = head_bytes + kLineBytes * lines_of(round_up(c.hidden, 4) / 4);
+        landed = rows + c.capacity() * slot_bytes;
+        turn_bytes = landed + (num_nodes > 1 ? round_up(8 * c.capacity(), 128) : 0);
+        total_bytes = turns + kTurns * turn_bytes;
     }
-    DEEPEP_MOE_HD static int64_t bytes_of_slot(const LowLatencyConfig& c) {
-        return bytes_of_head(c) + kLineBytes * lines_of(round_up(c.hidden, 4) / 4);
+    DEEPEP_MOE_HD static constexpr int64_t lines_of(int64_t num_pieces) { return (num_pieces + kLinePieces - 1) / kLinePieces; }
+    // The next functions return offsets of words that a rank writes in the workspace of another.
+    DEEPEP_MOE_HD int64_t resumed_of(int source) const { return resumed + 8 * source; }
+    // Each turn has its own reason, because a rank may refuse two calls before a peer reads the first reason.
+    DEEPEP_MOE_HD int64_t reason_of(int source, unsigned long long call) const {
+        return reasons + kMaxReasonBytes * (static_cast<int64_t>(call % kTurns) * num_ranks + source);
     }
 };
 
