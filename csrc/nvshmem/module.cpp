@@ -94,12 +94,8 @@ void attach(int device) {
     require_initialized("attach");
     static bool is_attached = false;
     if (is_attached) return;
-    const auto [built_major, built_minor, built_patch] = version_built();
-    const auto [major, minor, patch] = version_found();
-    // nvshmemx_init_attr ends the process if it fails. In an initialized world it only checks versions and registers this module.
-    if (built_major != major || built_minor != minor)
-        fail("built for NVSHMEM " + std::to_string(built_major) + "." + std::to_string(built_minor) + ", and found " +
-             std::to_string(major) + "." + std::to_string(minor));
+    // nvshmemx_init_attr ends the process if it fails. In an initialized world it only registers this module, and checks versions, which
+    // nvshmem_module.py has compared.
     use_device(device);
     nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
     const int error = nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes);
