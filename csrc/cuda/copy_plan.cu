@@ -75,42 +75,29 @@ __device__ int copy_threshold(const CopyPlanParams& p, const int32_t* loads, int
     return mean + static_cast<int>(int64_t{i} * (top - mean) / kCopyThresholds);
 }
 
-// The threads of a warp, which make a plan together. `largest(count, value)` returns to each the largest of value(0) ..., which are not
-// negative, and its lowest index. `each(count, work)` divides the indices among them. `once(work)` runs in one of them. Both end when all
-// see what was written.
-struct WarpTeam {
+// Returns to all threads of a warp the largest of value(0) to value(count - 1), which are not negative, and its lowest index.
+template <class Value>
+__device__ Largest largest_of(int count, const Value& value) {
     const int lane = threadIdx.x % 32;
-
-    template <class Value>
-    __device__ Largest largest(int count, const Value& value) const {
-        int most = 0, at = INT32_MAX;
-        for (int i = lane; i < count; i += 32) {
-            const int other = value(i);
-            if (i == lane || other > most) most = other, at = i;
-        }
-        const unsigned top = __reduce_max_sync(kFullWarp, static_cast<unsigned>(most));
-        const unsigned index = __reduce_min_sync(kFullWarp, static_cast<unsigned>(most) == top ? static_cast<unsigned>(at) : UINT32_MAX);
-        return {static_cast<int>(top), static_cast<int>(index)};
+    int most = 0, at = INT32_MAX;
+    for (int i = lane; i < count; i += 32) {
+        const int other = value(i);
+        if (i == lane || other > most) most = other, at = i;
     }
-    template <class Work>
-    __device__ void each(int count, const Work& work) const {
-        for (int i = lane; i < count; i += 32) work(i);
-        __syncwarp();
-    }
-    template <class Work>
-    __device__ void once(const Work& work) const {
-        if (lane == 0) work();
-        __syncwarp();
-    }
-};
+    const unsigned top = __reduce_max_sync(kFullWarp, static_cast<unsigned>(most));
+    const unsigned index = __reduce_min_sync(kFullWarp, static_cast<unsigned>(most) == top ? static_cast<unsigned>(at) : UINT32_MAX);
+    return {static_cast<int>(top), static_cast<int>(index)};
+}
 
 // Makes a plan as `fill` of the reference does, or without `fills` as `spread` does, from the rows of each expert and each rank's load
-// without copies.
-__device__ CopyScore make_copies(const WarpTeam& team, const CopyPlanParams& p, const CopyCandidate& c, const int32_t* num_rows,
-                                 const int32_t* loads, int threshold, bool fills) {
-    team.each(p.all_slots(), [&](int slot) { c.copies[slot] = -1, c.rows[slot] = 0; });
-    team.each(p.num_experts, [&](int expert) { c.left[expert] = num_rows[expert]; });
-    team.each(p.num_ranks, [&](int rank) { c.loads[rank] = loads[rank], c.sent[rank] = c.got[rank] = 0; });
+// without copies. One warp calls it.
+__device__ CopyScore make_copies(const CopyPlanParams& p, const CopyCandidate& c, const int32_t* num_rows, const int32_t* loads,
+                                 int threshold, bool fills) {
+    const int lane = threadIdx.x % 32;
+    for (int slot = lane; slot < p.all_slots(); slot += 32) c.copies[slot] = -1, c.rows[slot] = 0;
+    for (int expert = lane; expert < p.num_experts; expert += 32) c.left[expert] = num_rows[expert];
+    for (int rank = lane; rank < p.num_ranks; rank += 32) c.loads[rank] = loads[rank], c.sent[rank] = c.got[rank] = 0;
+    __syncwarp();
     const int num_local = p.num_local(), least = fills || p.cost < 1 ? 1 : p.cost;
     const auto above_zero = [](int value) { return value > 0 ? value : 0; };
     const auto has_slot = [&](int rank) { return c.got[rank] < p.num_slots; };
@@ -120,29 +107,30 @@ __device__ CopyScore make_copies(const WarpTeam& team, const CopyPlanParams& p, 
     while (true) {
         const bool is_filling = fills && room.value > 0 && has_slot(room.index);
         if (!is_filling) {
-            excess = team.largest(p.num_ranks, [&](int r) { return gives_no_more >> r & 1 ? 0 : above_zero(c.loads[r] - threshold); });
-            room = team.largest(p.num_ranks, [&](int r) { return has_slot(r) ? above_zero(threshold - c.loads[r]) : 0; });
+            excess = largest_of(p.num_ranks, [&](int r) { return gives_no_more >> r & 1 ? 0 : above_zero(c.loads[r] - threshold); });
+            room = largest_of(p.num_ranks, [&](int r) { return has_slot(r) ? above_zero(threshold - c.loads[r]) : 0; });
             if (smaller(excess.value, room.value) < least) break;
         }
         const int donor = excess.index, first = donor * num_local;
-        const Largest left = team.largest(num_local, [&](int i) { return above_zero(c.left[first + i]); });
+        const Largest left = largest_of(num_local, [&](int i) { return above_zero(c.left[first + i]); });
         if (left.value < least) {
             gives_no_more |= uint64_t{1} << donor;
             room.value = 0;
             continue;
         }
         const int taken = smaller(smaller(left.value, room.value), fills ? room.value : excess.value);
-        team.once([&] {
+        if (lane == 0) {
             const int slot = room.index * p.num_slots + c.got[room.index]++;
             c.copies[slot] = first + left.index, c.rows[slot] = taken;
             c.left[first + left.index] -= taken, c.loads[donor] -= taken, c.loads[room.index] += taken;
             ++c.sent[donor];
-        });
+        }
+        __syncwarp();
         room.value -= taken;
         ++num_copies;
     }
-    const int load = team.largest(p.num_ranks, [&](int r) { return above_zero(c.loads[r]); }).value;
-    const int moves = team.largest(p.num_ranks, [&](int r) { return c.sent[r] > c.got[r] ? c.sent[r] : c.got[r]; }).value;
+    const int load = largest_of(p.num_ranks, [&](int r) { return above_zero(c.loads[r]); }).value;
+    const int moves = largest_of(p.num_ranks, [&](int r) { return c.sent[r] > c.got[r] ? c.sent[r] : c.got[r]; }).value;
     return copy_score(p, load, moves, num_copies);
 }
 
@@ -241,13 +229,12 @@ __device__ int best_of(const CopyScore* scores) {
 
 // Set copies and rows. Returns whether there are copies.
 __device__ bool choose_copies(const CopyPlanParams& p, const PlanMemory& m) {
-    const WarpTeam team;
     const int warp = threadIdx.x / 32, threshold = copy_threshold(p, m.loads, warp);
-    CopyScore best = copy_score(p, team.largest(p.num_ranks, [&](int rank) { return m.loads[rank]; }).value, 0, 0);
+    CopyScore best = copy_score(p, largest_of(p.num_ranks, [&](int rank) { return m.loads[rank]; }).value, 0, 0);
 #pragma unroll 1
     for (int pass = 0; pass < 2; ++pass) {
-        const CopyScore score = make_copies(team, p, m.candidate(p, warp), m.num_rows, m.loads, threshold, pass == 1);
-        if (team.lane == 0) m.scores[warp] = score;
+        const CopyScore score = make_copies(p, m.candidate(p, warp), m.num_rows, m.loads, threshold, pass == 1);
+        if (threadIdx.x % 32 == 0) m.scores[warp] = score;
         __syncthreads();
         const int winner = best_of(m.scores);
         if (m.scores[winner].is_better_than(best)) {
