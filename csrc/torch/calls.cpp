@@ -7,21 +7,8 @@ bool is_fp8(at::ScalarType type) { return type == at::kFloat8_e4m3fn || type == 
 
 }  // namespace
 
-Calls::Settings::Settings(const Given& given, const GpuWorkspaceConfig& sizes)
-    : Given(given),
-      num_ranks(sizes.num_sources()),
-      num_local_experts(sizes.num_experts / sizes.num_ranks),
-      hidden(sizes.hidden),
-      num_nodes(sizes.num_nodes),
-      num_node_tokens(num_nodes == 1 ? 0 : sizes.num_max_tokens) {}
-
-Calls::Calls(py::object owner, ExchangeShim& exchange, const Given& given, at::Device device, py::object tell)
-    : settings(given, exchange.sizes()),
-      owner_(std::move(owner)),
-      tell_(std::move(tell)),
-      exchange_(&exchange),
-      device_(device),
-      own_(device) {}
+Calls::Calls(py::object owner, ExchangeShim& exchange, const Settings& settings, at::Device device, py::object tell)
+    : settings(settings), owner_(std::move(owner)), tell_(std::move(tell)), exchange_(&exchange), device_(device), own_(device) {}
 
 void Calls::release() {
     exchange_ = nullptr;

@@ -71,20 +71,17 @@ struct Late {
 // Callers hold the GIL.
 class Calls : public std::enable_shared_from_this<Calls> {
 public:
-    struct Given {
+    struct Settings {
         int64_t number, num_topk, num_max_tokens;
-        int num_sms;                // -1: the exchange's own
-        int64_t lanes;              // tokens of top-1 that are lanes of one token for the exchange; 1: none are
-        bool is_by_lane, is_fused;  // sums go over lanes; as `GpuCombineParams` has it
-    };
-    struct Settings : Given {
+        int num_sms;                                   // -1: the exchange's own
+        int64_t lanes;                                 // tokens of top-1 that are lanes of one token for the exchange; 1: none are
+        bool is_by_lane, is_fused;                     // sums go over lanes; as `GpuCombineParams` has it
         int64_t num_ranks, num_local_experts, hidden;  // ranks of all nodes
         int64_t num_nodes, num_node_tokens;            // the latter: 0 where there is one node
-        Settings(const Given& given, const GpuWorkspaceConfig& sizes);
     };
     // owner: `_C.NvlinkExchange`, of `exchange`. tell(error, has_entered): tells the peers that this rank does not make its call, or does
     // not finish it.
-    Calls(py::object owner, ExchangeShim& exchange, const Given& given, at::Device device, py::object tell);
+    Calls(py::object owner, ExchangeShim& exchange, const Settings& settings, at::Device device, py::object tell);
 
     const Settings settings;
     bool is_released() const { return exchange_ == nullptr; }

@@ -141,9 +141,23 @@ std::optional<Combined> combine_by_expert(Calls& calls, py::handle tensors, bool
 
 std::shared_ptr<Calls> make(py::object owner, int64_t number, int64_t num_topk, int64_t num_max_tokens, int num_sms, int64_t lanes,
                             const std::string& sums, const at::Device& device, py::object tell) {
-    const Calls::Given given{number, num_topk, num_max_tokens, num_sms, lanes, sums != "ranks", sums == "lanes_fma"};
     auto& exchange = *shim_in<ExchangeShim>(owner.attr("shim")());
-    return std::make_shared<Calls>(std::move(owner), exchange, given, device, std::move(tell));
+    const GpuWorkspaceConfig& sizes = exchange.sizes();
+    const Calls::Settings settings{
+        .number = number,
+        .num_topk = num_topk,
+        .num_max_tokens = num_max_tokens,
+        .num_sms = num_sms,
+        .lanes = lanes,
+        .is_by_lane = sums != "ranks",
+        .is_fused = sums == "lanes_fma",
+        .num_ranks = sizes.num_sources(),
+        .num_local_experts = sizes.num_experts / sizes.num_ranks,
+        .hidden = sizes.hidden,
+        .num_nodes = sizes.num_nodes,
+        .num_node_tokens = sizes.num_nodes == 1 ? 0 : sizes.num_max_tokens,
+    };
+    return std::make_shared<Calls>(std::move(owner), exchange, settings, device, std::move(tell));
 }
 
 void bind_handle(py::module_& m) {
