@@ -148,8 +148,7 @@ private:
         const at::TensorList rows(grads.data() + kept.has_weights, grads.size() - kept.has_weights);
         variable_list input_grads = natively(kept, [&](Calls& calls) { return gradients(calls, handle, grad_weights, rows, kept); });
         if (input_grads.empty())
-            input_grads =
-                in_python("dispatch_gradients", handle, kept.tokens_per_row, packed(grad_weights), rows.vec(), kept.num_leading >= 0);
+            input_grads = in_python("dispatch_gradients", handle, kept.tokens_per_row, grad_weights, rows.vec(), kept.num_leading >= 0);
         if (kept.has_weights) input_grads[1] = input_grads[1].view(kept.weights_shape);
         return {input_grads[0], input_grads[1], {}, {}, {}};
     }

@@ -224,21 +224,17 @@ struct GateFunction : torch::autograd::Function<GateFunction> {
 private:
     static Tensor gradient(const Gradients& grads, const variable_list& saved, const KeptOfGate& kept) {
         const Tensor &logits = saved[0], &topk_idx = saved[1];
-        Tensor grad;
-        with_errors([&] {
+        const GateOptions& o = kept.options;
+        return with_errors([&] {
             if (!at::GradMode::is_enabled() && !is_watched()) {
                 const at::AutoDispatchBelowADInplaceOrView below;
-                grad = launch_backward(grads, logits, topk_idx, kept.options);
+                if (const Tensor grad = launch_backward(grads, logits, topk_idx, o); grad.defined()) return grad;
             }
-            if (!grad.defined())
-                grad = py::module_::import("deepep_moe.ops.gate_operators")
-                           .attr("gradient_of_logits")(packed(grads.weights), packed(grads.probs), packed(grads.shares), logits, topk_idx,
-                                                       kScoreFunctions[static_cast<int>(kept.options.score_function)],
-                                                       kept.options.normalize, kept.options.routed_scaling_factor)
-                           .cast<Tensor>();
-            return variable_list{};
+            return py::module_::import("deepep_moe.ops.gate_operators")
+                .attr("gradient_of_logits")(grads.weights, grads.probs, grads.shares, logits, topk_idx,
+                                            kScoreFunctions[static_cast<int>(o.score_function)], o.normalize, o.routed_scaling_factor)
+                .cast<Tensor>();
         });
-        return grad;
     }
 };
 
@@ -269,8 +265,8 @@ py::object packed_full_output(const Gated& out, const Request& request) {
         per_expert = out.counts.narrow(0, 0, request.options.num_experts);
         per_rank = out.counts.narrow(0, request.options.num_experts, request.num_ranks);
     }
-    return class_of("FullGateOutput")(out.topk_idx, out.topk_weights, per_expert, packed(out.probs), packed(out.routing_map),
-                                      packed(per_rank), packed(out.is_token_in_rank), packed(out.shares));
+    return class_of("FullGateOutput")(out.topk_idx, out.topk_weights, per_expert, out.probs, out.routing_map, per_rank,
+                                      out.is_token_in_rank, out.shares);
 }
 
 // Arguments in the order of `deepep_moe.ops.gate`, then those of `gate_full`. Returns `GateOutput`, or `FullGateOutput` where it `is_full`,
@@ -307,9 +303,9 @@ py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, p
     }
 }
 
-OptionalTensor run_gate_backward(const OptionalTensor& grad_topk_weights, const OptionalTensor& grad_probs,
-                                 const OptionalTensor& grad_shares, const Tensor& logits, const Tensor& topk_idx, py::handle score_function,
-                                 bool normalize, double routed_scaling_factor) {
+Tensor run_gate_backward(const OptionalTensor& grad_topk_weights, const OptionalTensor& grad_probs, const OptionalTensor& grad_shares,
+                         const Tensor& logits, const Tensor& topk_idx, py::handle score_function, bool normalize,
+                         double routed_scaling_factor) {
     try {
         const GateOptions options{logits.size(0),
                                   static_cast<int>(logits.size(1)),
@@ -323,9 +319,9 @@ OptionalTensor run_gate_backward(const OptionalTensor& grad_topk_weights, const 
                                   dtype_of(logits.scalar_type()),
                                   topk_idx.scalar_type() == at::kLong};
         const Gradients grads{or_none(grad_topk_weights), or_none(grad_probs), or_none(grad_shares)};
-        return optional_of(launch_backward(grads, logits, topk_idx, options));
+        return launch_backward(grads, logits, topk_idx, options);
     } catch (const Declined&) {
-        return std::nullopt;
+        return {};
     }
 }
 
@@ -337,10 +333,10 @@ void bind_gate(py::module_& m) {
         .def_readonly("topk_idx", &Gated::topk_idx)
         .def_readonly("topk_weights", &Gated::topk_weights)
         .def_readonly("counts", &Gated::counts)
-        .def_property_readonly("probs", [](const Gated& self) { return optional_of(self.probs); })
-        .def_property_readonly("routing_map", [](const Gated& self) { return optional_of(self.routing_map); })
-        .def_property_readonly("is_token_in_rank", [](const Gated& self) { return optional_of(self.is_token_in_rank); })
-        .def_property_readonly("shares", [](const Gated& self) { return optional_of(self.shares); });
+        .def_readonly("probs", &Gated::probs)
+        .def_readonly("routing_map", &Gated::routing_map)
+        .def_readonly("is_token_in_rank", &Gated::is_token_in_rank)
+        .def_readonly("shares", &Gated::shares);
     const py::arg logits("logits"), score_function("score_function"), normalize("normalize"), factor("routed_scaling_factor");
     m.def("gate", wrap_pybind_function(gate), logits, py::arg("num_topk"), py::arg("num_groups"), py::arg("topk_groups"),
           py::arg("group_score_topk"), score_function, py::arg("expert_bias"), normalize, factor, py::arg("mask"), py::arg("index_dtype"),

@@ -207,7 +207,7 @@ void bind_low_latency(py::module_& m) {
     py::class_<LowLatencyReceived, InFlight>(m, "LowLatencyReceived")
         .def_readonly("num_tokens", &LowLatencyReceived::num_tokens)
         .def_readonly("recv_x", &LowLatencyReceived::x)
-        .def_property_readonly("recv_x_scales", [](const LowLatencyReceived& self) { return optional_of(self.x_scales); })
+        .def_readonly("recv_x_scales", &LowLatencyReceived::x_scales)
         .def_readonly("num_recv_tokens_per_expert", &LowLatencyReceived::counts)
         .def_readonly("state", &LowLatencyReceived::state);
     py::class_<LowLatencyCombined, InFlight>(m, "LowLatencyCombined").def_readonly("combined_x", &LowLatencyCombined::x);

@@ -171,13 +171,12 @@ void bind_handle(py::module_& m) {
         .def_readonly("memory", &Handle::memory)
         .def_readonly("call", &Handle::call)
         .def_property_readonly("counts_on_host", [](const Handle& self) { return self.counts_on_host().vec(); })
-        .def_property_readonly("num_rows_per_expert_on_host",
-                               [](const Handle& self) { return optional_of(self.num_rows_per_expert_on_host()); })
+        .def_property_readonly("num_rows_per_expert_on_host", &Handle::num_rows_per_expert_on_host)
         .def_property_readonly("topk_idx", section(kTopkIdx))
         .def_property_readonly("recv_row_idx", section(kRecvRowIdx))
         .def_property_readonly("recv_counts", section(kRecvCounts))
         .def_property_readonly("num_recv_tokens_per_expert", section(kTokensPerExpert))
-        .def_property_readonly("recv_topk_idx", [](const Handle& self) { return optional_of(self.recv_topk_idx); })
+        .def_readonly("recv_topk_idx", &Handle::recv_topk_idx)
         .def_property_readonly("is_late", [](const Handle& self) { return self.late != nullptr; })
         .def_property_readonly("is_unchanged", &Handle::is_unchanged)
         .def_property_readonly("has_recv_topk_idx", &Handle::has_recv_topk_idx)
@@ -197,14 +196,14 @@ void bind_results(py::module_& m) {
     py::class_<InFlight>(m, "InFlight").def_readonly("second_half", &InFlight::second_half).def_readonly("recorded", &InFlight::recorded);
     py::class_<Received, InFlight>(m, "Received")
         .def_readonly("recv_x", &Received::x)
-        .def_property_readonly("recv_x_scales", [](const Received& self) { return optional_of(self.x_scales); })
-        .def_property_readonly("recv_topk_weights", [](const Received& self) { return optional_of(self.topk_weights); })
-        .def_property_readonly("grad_weights", [](const Received& self) { return optional_of(self.grad_weights); })
+        .def_readonly("recv_x_scales", &Received::x_scales)
+        .def_readonly("recv_topk_weights", &Received::topk_weights)
+        .def_readonly("grad_weights", &Received::grad_weights)
         .def_property_readonly("parts", [](const Received& self) { return py::tuple(py::cast(self.parts)); })
         .def_readonly("handle", &Received::handle);
     py::class_<Combined, InFlight>(m, "Combined")
         .def_readonly("combined_x", &Combined::x)
-        .def_property_readonly("topk_weight_grads", [](const Combined& self) { return optional_of(self.topk_weight_grads); });
+        .def_readonly("topk_weight_grads", &Combined::topk_weight_grads);
 }
 
 // Returns the memory at `address` as bytes. The tensor keeps `owner`, whose memory it is.

@@ -34,7 +34,6 @@ inline bool are_plain(std::initializer_list<py::handle> tensors) {
 }
 
 inline Tensor unpacked(py::handle tensor) { return tensor.is_none() ? Tensor() : THPVariable_Unpack(tensor.ptr()); }
-inline py::object packed(const Tensor& tensor) { return tensor.defined() ? py::cast(tensor) : py::none(); }
 
 [[noreturn]] inline void raise_python() {  // the error that Python has
     python_error error;
@@ -89,7 +88,7 @@ inline Tensor or_none(const OptionalTensor& tensor) { return tensor.value_or(Ten
 
 // Returns the result of `gradients()`. Errors of Python leave in the form that the autograd engine expects from its threads.
 template <class Gradients>
-variable_list with_errors(const Gradients& gradients) {
+auto with_errors(const Gradients& gradients) {
     const py::gil_scoped_acquire gil;
     try {
         return gradients();
