@@ -1,15 +1,13 @@
 """Handles, hooks and rows under way after a failed call of the nvlink backend."""
 
 import time
-from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from error_cases import on_gpus
 from exchange_cases import assert_same, look
-from fault_cases import allocations_fail, is_rows, unchecked
+from fault_cases import allocations_fail, is_rows
 from on_ranks import on_ranks, refused
 
 from deepep_moe.errors import EPPeerError
@@ -43,38 +41,6 @@ def test_errors_that_are_learned_later(rank):
 
 WHY = r"topk_idx\[\d, \d\] is 4"
 FAILED = "the dispatch of this handle has failed, so nothing goes along it"
-
-
-@on_ranks(2, how=("by the call", "before", "nobody"))
-def test_along_failed_dispatch(rank, how):
-    """A dispatch without waits on the host gives a handle before it has failed. Nothing goes along it, and its counts are zeros: whether
-    the call learns of the failure, somebody else has before, or nobody."""
-    buffer, x, idx = on_gpus(rank, timeout_s=60)
-    good = buffer.dispatch(x, idx)
-    expected = buffer.combine(good.recv_x, good.handle)
-    learns = partial(pytest.raises, ValueError if rank == 1 else EPPeerError)
-    for call in ("combine", "dispatch") * 2:
-        out = buffer.dispatch(x, idx + 1 if rank == 1 else idx, num_recv_rows=64)
-        torch.cuda.synchronize()
-        dist.barrier()
-        assert out.handle.has_failed and not good.handle.has_failed and out.num_recv_tokens_per_expert.tolist() == [0, 0]
-        if how == "before":
-            with learns(match=WHY):
-                buffer.check()
-        with unchecked(buffer) if how == "nobody" else learns(match=WHY) if how == "by the call" else nullcontext():
-            if call == "combine":
-                buffer.combine(torch.ones_like(out.recv_x), out.handle)
-            else:
-                buffer.dispatch(x, handle=out.handle)
-        torch.cuda.synchronize()
-        dist.barrier()
-        if how != "by the call":
-            with pytest.raises(ValueError, match=FAILED) if how == "before" else learns(match=WHY):
-                buffer.check()
-        dist.barrier()
-        assert_same("combined_x", buffer.combine(good.recv_x, good.handle), expected)
-        look(buffer)
-        dist.barrier()
 
 
 @on_ranks(2)

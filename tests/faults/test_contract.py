@@ -188,6 +188,7 @@ def test_too_small_a_bound_on_gpus(rank, num_ranks, kind, layout, by_native):
             torch.cuda.synchronize()
         dist.barrier()
         assert out is None or out.handle.has_failed is is_in_its_node
+        assert out is None or not is_in_its_node or not out.num_recv_tokens_per_expert.any()
         has_looked = who_looks == "all" or (who_looks == "culprit" and rank == culprit)
         if has_looked:
             (hears if is_in_its_node else lambda call, _: call())(buffer.check, culprit)
