@@ -159,13 +159,6 @@ def test_gradients_of_logits_far_out(device, score_function):
             assert grad.isfinite().all() and (grad[:, 1:].abs() < 1e-9).all(), f"{grad}"
 
 
-@pytest.mark.parametrize("num_threads", ["1", "3"])
-def test_threads_do_not_change_the_result(monkeypatch, num_threads):
-    logits = torch.randn(1000, 24, generator=torch.Generator().manual_seed(2))
-    monkeypatch.setenv("DEEPEP_MOE_NUM_THREADS", num_threads)
-    assert_equal(ops.gate(logits, 4), reference.gate(logits, 4))
-
-
 def test_strided_arguments(device):
     generator = torch.Generator().manual_seed(3)
     logits, bias = torch.randn(12, 40, generator=generator).t(), torch.randn(24, generator=generator)[::2]

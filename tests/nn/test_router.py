@@ -89,9 +89,10 @@ def test_router_errors(options, error, message):
 
 
 def test_update_expert_bias_by_hand():
-    bias, counts = torch.zeros(4), torch.tensor([1, 3, 2, 2], dtype=torch.int32)
+    """Each layer has a mean of its own, and the last one has nothing to move."""
+    bias, counts = torch.ones(3, 4), torch.tensor([[1, 3, 2, 2], [9, 6, 7, 5], [7, 7, 7, 7]], dtype=torch.int32)
     ops.update_expert_bias(bias, counts, 0.25)
-    assert bias.tolist() == [0.25, -0.25, 0.0, 0.0]
+    assert bias.tolist() == [[1.25, 0.75, 1.0, 1.0], [0.75, 1.25, 0.75, 1.25], [1.0] * 4]
 
 
 @on_ranks(2)
@@ -118,23 +119,6 @@ ZEROS = torch.zeros(4)
 def test_update_expert_bias_errors(bias, counts, error, message):
     with pytest.raises(error, match=message):
         make_router().update_expert_bias(0.1) if bias is None else ops.update_expert_bias(bias, counts, 0.1)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_update_expert_bias_of_all_layers(device, dtype):
-    generator = torch.Generator().manual_seed(3)
-    counts = torch.randint(0, 9, (11, 70), generator=generator, dtype=dtype)
-    counts[4] = 7  # nothing to move
-    bias = torch.randn(11, 70, generator=generator)
-    expected = bias + 0.001 * torch.sign(counts.double().mean(1, keepdim=True) - counts).float()
-    ours = bias.to(device)
-    ops.update_expert_bias(ours, counts.to(device), 0.001)
-    torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=1e-7)
-    assert torch.equal(ours.cpu()[4], bias[4])
-    one_by_one = bias.to(device)
-    for layer in range(11):
-        ops.update_expert_bias(one_by_one[layer], counts[layer].to(device), 0.001)
-    assert torch.equal(one_by_one, ours)
 
 
 def test_sequence_aux_loss_by_hand():
