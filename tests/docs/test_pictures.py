@@ -21,7 +21,6 @@ LOSSES = {  # records in benchmarks/examples, by model, ranks and GPU
     ("tiny", 1, "H200"): "h200-fp8-curves-tiny-2026-11-26.json",
     ("tiny", 2, "H100"): "h100-fp8-curves-tiny-ep2-2026-11-26.json",
 }
-T_OF_32 = 2.037  # the 97.5% quantile of Student's distribution
 
 
 def test_charts_have_the_values_of_the_records(tmp_path):
@@ -58,11 +57,6 @@ def test_table_of_losses_repeats_the_records():
         for each in record["compared"]:
             exact, fp8 = (at_end[each["seed"], name] for name in ("bf16", "fp8"))
             assert each["all_finite"] and (fp8 - exact) / exact == pytest.approx(each["difference_at_end"], abs=1e-5)
-        if (model, num_ranks, gpu) == ("tiny", 1, "H100"):
-            many = ours
-    match = re.search(r"33 seeds of tiny were trained, .+ fp8 ends ([\d.]+)% below bf16, with a 95% interval from\s+(\S+)% to (\S+)%", text)
-    mean, half = statistics.mean(many), T_OF_32 * statistics.stdev(many) / len(many) ** 0.5
-    assert match.groups() == (f"{-mean:.2f}", f"{mean - half:.2f}", f"{mean + half:+.2f}") and len(many) == 33
 
 
 # ---- versions ----
