@@ -101,28 +101,22 @@ def test_time_of_the_exchange(rank: int, num_ranks: int, sizes: dict[str, int]) 
     assert 1000 <= report.exchange_ms < 1900, report
 
 
-@on_megatron(2, metrics=True, expert_alignment=16)
-def test_recomputed_rows_count_once(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    layer = numbered(sizes, **RECOMPUTED)
-    one_sided(layer, 4)
-    layer(torch.randn(3, 1, HIDDEN, requires_grad=True))[0].sum().backward()
-    (report,) = take_metrics()
-    assert report.rows_per_expert == [0] * 4 + [16] * 4  # padded, and counted once
-
-
 def rows() -> list[tuple[int, int, int]]:
     """(model, layer, rows of all experts) of each report."""
     return [(report.model, report.layer, sum(report.rows_per_expert)) for report in take_metrics()]
 
 
-@on_megatron(2, metrics=True)
+@on_megatron(2, metrics=True, expert_alignment=16)
 def test_only_training_counts_and_each_model_apart(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """An actor and a critic, which has fewer experts, train; a reference and evaluations do not. 3 tokens of a rank go to 4 experts."""
-    x, each = torch.randn(3, 1, HIDDEN, requires_grad=True), 3 * TOPK * num_ranks
+    """An actor and a critic, which has fewer experts and recomputes, train; a reference and evaluations do not. 3 tokens of a rank go to 4
+    experts, whose rows are padded to 16."""
+    x, each = torch.randn(3, 1, HIDDEN, requires_grad=True), 16 * TOPK
     actor, reference = numbered(sizes, 2), numbered(sizes, 2)
     few = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none"}
     critic = numbered(sizes, 7, **few, **RECOMPUTED)  # more than num_layers
     second_critic = numbered(sizes, 2)
+    for layer in (actor, reference, second_critic):
+        one_sided(layer, 4)
 
     def not_training() -> None:
         with torch.no_grad():
