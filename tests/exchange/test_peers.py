@@ -119,18 +119,6 @@ def test_peer_that_stops_in_the_middle(rank):
 # ---- memory ----
 
 
-def test_workspace_formula():
-    """docs/design/shm.md: header, 16 entries with their counts, and a ring per source and channel."""
-    for num_ranks, num_channels, hidden in [(1, 1, 8), (2, 1, 2048), (8, 2, 7168), (64, 4, 7168)]:
-        sizes = {"num_channels": num_channels, "num_experts": 256 * num_ranks, "num_topk": 8, "hidden": hidden}
-        got = _C.ShmExchange(num_ranks=num_ranks, ranks_per_node=num_ranks, rank=0, timeout_s=1, **sizes).workspace_bytes
-        slot = -(-(8 * 8) // 64) * 64 + hidden * 4
-        ring = -(-max(2**20 // num_channels, 8 * (-(-slot // 64) * 64)) // 4096) * 4096
-        counts = 4 * num_channels * (num_ranks + 256 * num_ranks)
-        rest = got - num_ranks * num_channels * (ring + 128) - 16 * counts
-        assert 0 <= rest <= 20480
-
-
 @on_ranks(2)
 def test_buffers_free_their_memory(rank, num_ranks):
     files, _, before = held()

@@ -261,19 +261,6 @@ def layout(case):
     return turns, arrived, turn_bytes, turns + 4 * turn_bytes
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_workspace_formula(backend):
-    """docs/design/low_latency.md has it."""
-    for case in (
-        Case([1], hidden=24, num_experts=1, num_topk=1),
-        *(Case([1], hidden=7168, num_experts=256, num_topk=num_topk, max_tokens=128) for num_topk in (8, 16)),
-    ):
-        slot = 128 * -(-case.num_topk // 15) + 128 * -(-case.hidden // 28)
-        turn = -(-(8 + 8 * case.num_experts) // 128) * 128 + case.max_tokens * slot
-        num_bytes = layout(case)[-1] if backend == "shm" else 1024 + 4 * turn
-        assert make_buffer(case, backend, 0).workspace_bytes == num_bytes
-
-
 def lose_rows(case, paths, call, owner, source):
     """The flag of a rank's rows, back to nothing."""
     turns, arrived, turn_bytes, total = layout(case)

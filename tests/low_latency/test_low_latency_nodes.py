@@ -1,9 +1,7 @@
 """Low-latency calls over nodes against the reference, bit for bit: nodes of one host, on the emulated GPU by a hostile network."""
 
-import re
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import emulated_gpu
 import pytest
@@ -162,44 +160,6 @@ def test_cuda_graph(rank, num_ranks, split):
         check_dispatch(case, rank, out, expected)
         expected.outputs = [there.recv_x for there in expected.received]
         assert_same("combined_x", combined, expected.combine()[rank])
-
-
-# ---- memory ----
-
-
-def expected_bytes(num_ranks, ranks_per_node, num_experts, tokens, hidden, num_topk):
-    """`workspace_bytes` as docs/design/low_latency_nodes.md and low_latency.md have it."""
-
-    def up(value, step=128):
-        return -(-value // step) * step
-
-    num_nodes, rows = num_ranks // ranks_per_node, num_ranks * tokens
-    box = up(4 * hidden * tokens)
-    message = up(max(up(4 * num_experts // num_nodes, 16) + 8 * num_topk * tokens, 256 + 4 * num_topk * tokens))
-    words = up(64 * num_nodes + 8 * num_nodes + 8 * num_ranks) + up(32 * num_nodes * tokens)
-    symmetric = 4 * (2 * (num_nodes - 1) * box + 2 * num_nodes * message) + words
-    slot = 128 * (-(-num_topk // 15) + -(-hidden // 28))
-    turn = up(8 * num_ranks + 8 * num_experts) + slot * rows + up(8 * rows)
-    return symmetric + up(976 * num_ranks) + 4 * turn
-
-
-@pytest.mark.parametrize(("split", "num_ranks"), (("2x1", 2), ("3x2", 6)))
-@on_ranks(())
-def test_workspace_formula(rank, num_ranks, split):
-    case = case_of(split)
-    sizes = case.num_ranks, case.ranks_per_node, case.num_experts, case.max_tokens, case.hidden, case.num_topk
-    assert make_buffer(case, "nvshmem", rank).workspace_bytes == expected_bytes(*sizes)
-
-
-def test_workspace_of_large_groups():
-    """The table of docs/design/low_latency_nodes.md."""
-    text = (Path(__file__).resolve().parents[2] / "docs/design/low_latency_nodes.md").read_text()
-    rows = re.findall(r"^\| (\d+) x (\d+) \| (\d+) \| (\d+) \| ([\d.]+) GiB \|$", text, re.MULTILINE)
-    assert len(rows) == 2
-    for *sizes, gib in rows:
-        nodes, per_node, num_experts, num_topk = map(int, sizes)
-        num_bytes = expected_bytes(nodes * per_node, per_node, num_experts, 128, 7168, num_topk)
-        assert f"{num_bytes / 2**30:.2f}" == gib
 
 
 # ---- ranks that are left out ----
