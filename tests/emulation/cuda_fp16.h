@@ -7,8 +7,5 @@ struct __half {
     uint16_t bits;
 };
 using __half_raw = __half;
-struct __half2 {
-    __half x, y;
-};
 inline __half __float2half_rn(float x) { return {deepep_moe::Float16::store(x)}; }
 inline float __half2float(__half x) { return deepep_moe::Float16::load(x.bits); }

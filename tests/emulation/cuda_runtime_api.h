@@ -163,7 +163,7 @@ enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMajor,
     cudaDevAttrGPUDirectRDMAWritesOrdering
 };
-enum cudaGPUDirectRDMAWritesOrdering { cudaGPUDirectRDMAWritesOrderingOwner = 100, cudaGPUDirectRDMAWritesOrderingAllDevices = 200 };
+enum cudaGPUDirectRDMAWritesOrdering { cudaGPUDirectRDMAWritesOrderingOwner = 100 };
 enum cudaDeviceP2PAttr { cudaDevP2PAttrNativeAtomicSupported };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };

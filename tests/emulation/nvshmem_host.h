@@ -12,7 +12,7 @@
 enum { NVSHMEMX_INIT_WITH_UNIQUEID = 1 << 3 };
 enum { NVSHMEM_STATUS_NOT_INITIALIZED = 0, NVSHMEM_STATUS_IS_INITIALIZED = 2, NVSHMEM_STATUS_FULL_MPG = 4 };
 enum { NVSHMEM_CMP_GE = 5 };
-enum { NVSHMEM_SIGNAL_SET = 9, NVSHMEM_SIGNAL_ADD = 10 };
+enum { NVSHMEM_SIGNAL_SET = 9 };
 
 struct nvshmemx_uniqueid_t {
     int version;
