@@ -111,9 +111,6 @@ def test_documented_published_figures():
         for cell, num_ranks in ((sixteen, 16), (thirty_two, 32), (sixty_four, 64)):
             errors = [r["error"] for r in published if [r["rival"], str(r["num_sms"]), r["num_ranks"]] == [*source, num_ranks]]
             assert cell.strip() == spread(errors), (source, num_ranks)
-    two, more = ([r["error"] for r in published if (r["num_ranks"] > 16) == is_more] for is_more in (False, True))
-    summary = f"median {100 * np.median(more):.0f}% at 32 and 64 ranks, {100 * np.median(two):.0f}% at 16"
-    assert summary in " ".join(PAGE.split())
 
 
 def test_documented_sizes():
