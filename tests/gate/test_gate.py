@@ -206,8 +206,7 @@ def test_second_derivatives(device, score_function):
             seconds.append(
                 (grad, *torch.autograd.grad(grad.square().sum() + (grad * logits).sum(), (logits, cotangent), retain_graph=True))
             )
-        for got, want in zip(*seconds, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(*seconds, rtol=1e-4, atol=1e-5)
         assert seconds[0][1].any() and not seconds[0][1][1].any(), "a masked token has none"
 
 

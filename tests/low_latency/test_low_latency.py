@@ -1,6 +1,5 @@
 """Low-latency dispatch and combine against the reference, bit for bit."""
 
-import contextlib
 import itertools
 import random
 import time
@@ -10,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import NETWORK, assert_same, device_of, in_environment, on_device
+from exchange_cases import NETWORK, assert_same, default_dtype, device_of, in_environment, on_device
 from fault_cases import under
 from low_latency_cases import (
     ALL_BACKENDS,
@@ -205,13 +204,6 @@ def test_random_sizes(backend):
         cases = [random_case(8 * number + seed, num_ranks, per_node) for seed in range(8)]
         network = {NETWORK: "depth=2048"}  # a busy network has the puts of several calls at once
         run_ranks(in_environment, num_ranks, network, check_cases, backend, cases)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @on_ranks(2, backend=BACKENDS)

@@ -89,8 +89,7 @@ def test_training_has_the_bits_of_a_layer_without_copies(rank, num_ranks, num_sl
         plan, weights = copies.plan, copies.weights
         copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
         weights.up.fill_(float("nan")), weights.down.fill_(float("nan"))
-    for number, (actual, expected) in enumerate(zip(train(layer, rank), plain, strict=True)):
-        assert torch.equal(actual, expected), number
+    assert all(map(torch.equal, train(layer, rank), plain))
     assert len(plans) == (0 if num_ranks == 1 else 4) and all((each.plan.copies >= 0).any() for each in plans)
     balance.destroy()
 
@@ -152,8 +151,7 @@ def test_plans_keep_rows_within_a_bound(rank, num_ranks, backend):
         return [evaluated, *train(layer, rank, num_steps=2, **options)]
 
     for is_hooked, options in ((False, {}), (False, {"recompute": True}), (True, {})):
-        for actual, expected in zip(use(Balance(2), is_hooked, **options), use(None, is_hooked), strict=True):
-            assert torch.equal(actual, expected)
+        assert all(map(torch.equal, use(Balance(2), is_hooked, **options), use(None, is_hooked)))
     with pytest.raises(EPMismatchError, match="ranks disagree on num_recv_rows"):
         layer_of(rank, num_ranks, Balance(2), backend, num_recv_rows=bound + rank)(tokens_of(rank, 1).to(device_of(backend, rank)))
     layer = layer_of(rank, num_ranks, None, backend, num_recv_rows=bound)
@@ -214,8 +212,7 @@ def test_bounded_rows_in_a_cuda_graph(rank, num_ranks):
     for seed in range(4):
         draw(seed)
         graph.replay()
-        for actual, expected in zip(results, step(layers[0]), strict=True):
-            assert torch.equal(actual, expected), seed
+        assert all(map(torch.equal, results, step(layers[0]))), seed
     layers[1].buffer.check()
     torch.cuda.synchronize()
 
@@ -223,9 +220,7 @@ def test_bounded_rows_in_a_cuda_graph(rank, num_ranks):
 def check_equal(use):
     """`use` returns the same tensors of layers without and with copies, which it makes."""
     plain, balanced = use(None), use(Balance(2, cost=1))
-    assert len(plain) == len(balanced) > 0
-    for actual, expected in zip(balanced, plain, strict=True):
-        assert torch.equal(actual, expected)
+    assert len(plain) == len(balanced) > 0 and all(map(torch.equal, balanced, plain))
 
 
 def recomputed(make, rank, is_reentrant):

@@ -67,8 +67,7 @@ def test_layer_equals_loops(rank, num_ranks, backend):
         if other == rank:
             torch.testing.assert_close(y, expected)
             torch.testing.assert_close(x.grad, x_of_other.grad)
-    for ours, expected in zip(own_grads, expected_grads, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own_grads, expected_grads, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(router_grad, router.weight.grad, rtol=1e-4, atol=1e-5)
 
 
@@ -260,8 +259,7 @@ def test_same_bits_on_any_number_of_ranks(rank, num_ranks, sums):
         y.float().square().sum().backward()
         results.append((y, x.grad, router.weight.grad.clone()))
         router.zero_grad()
-    for ours, expected in zip(*results, strict=True):
-        assert torch.equal(ours, expected)
+    assert all(map(torch.equal, *results))
 
 
 def test_sums_of_a_given_buffer():

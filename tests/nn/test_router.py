@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from exchange_cases import default_dtype
 from on_ranks import on_ranks
 
 from deepep_moe import ops, reference
@@ -179,11 +180,8 @@ def test_aux_losses_under_a_default_dtype(dtype):
     """Fractions of choices are fp32, whatever dtype PyTorch gives to a quotient of integers."""
     shares, topk_idx = torch.rand(3, 4), torch.tensor([[0, 1], [0, 3], [1, 0]])
     expected = all_losses(shares, topk_idx)
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
         actual = all_losses(shares, topk_idx)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert actual.dtype == torch.float32 and torch.equal(actual, expected)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from exchange_cases import default_dtype
 
 from deepep_moe.ops import lanes, quantize_fp8
 from deepep_moe.ops.lanes import LanesOfMap, count_lanes, dense_of_lanes, lanes_of_map, topk_from_map, weights_at
@@ -79,13 +80,10 @@ def test_strides_and_dtypes(device):
         assert all(map(torch.equal, lanes_of_map(routing_map.to(dtype).T.contiguous().T, values.T.contiguous().T, 4), want))
     assert torch.equal(dense_of_lanes(*(lanes.T.contiguous().T for lanes in want), 16), dense)
     for default in (torch.bfloat16, torch.float64):
-        torch.set_default_dtype(default)
-        try:
+        with default_dtype(default):
             got = lanes_of_map(routing_map, values, 4)
             again = dense_of_lanes(*got, 16)
             scales = quantize_fp8(torch.ones(2, 256, dtype=torch.float32, device=device))[1]
-        finally:
-            torch.set_default_dtype(torch.float32)
         assert all(map(torch.equal, got, want)) and torch.equal(again, dense)
         assert scales.dtype == torch.float32 and scales.tolist() == [[pytest.approx(1 / 448)] * 2] * 2
 

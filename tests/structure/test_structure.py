@@ -2,12 +2,11 @@
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import rooms
+from scripts import run_python
 from size import LIMITS, SOURCES, files, sizes
 
 from deepep_moe import nvshmem_module
@@ -139,8 +138,7 @@ def test_import_brings_no_framework():
         "import sys, deepep_moe; deepep_moe.features(); rooms = ('megatron', 'deepspeed', 'nvshmem', 'transformers'); "
         "print([m for m in sys.modules if m.split('.')[0] in rooms or m in ('deepep_moe._nvshmem', 'deepep_moe.group.nvshmem_world')])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert result.stdout.strip() == "[]"
+    assert run_python("-c", code).stdout.strip() == "[]"
 
 
 @pytest.mark.skipif(not nvshmem_module.is_built(), reason="deepep_moe._nvshmem is not built")

@@ -1,10 +1,11 @@
 """Routings for the tests of dispatch and combine, and the comparison with the reference that runs on every rank."""
 
+import contextlib
 import ctypes
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -310,6 +311,15 @@ def inputs_of(case: Case) -> list[list[torch.Tensor]]:
 def check_cases(cases: list[Case], **options: Any) -> None:
     """Check cases, which have as many ranks, in the same processes."""
     run_ranks(check_each, cases[0].num_ranks, cases, **options)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def assert_all_same(name: str, ours: Iterable[Any], theirs: Iterable[Any]) -> None:

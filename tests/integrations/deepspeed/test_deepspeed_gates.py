@@ -1,5 +1,6 @@
 """The gates' decisions without slots: against DeepSpeed's gates to the bit, and whom they leave the decision to."""
 
+import contextlib
 import functools
 
 import emulated_gpu
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("hypothesis")
-from exchange_cases import device_of, poison_outputs
+from exchange_cases import default_dtype, device_of, poison_outputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -189,14 +190,10 @@ def test_who_decides(who, monkeypatch):
         monkeypatch.setattr(sharded_moe, "top2gating", functools.wraps(stock)(counted))
     elif who != "another source":  # which the counting function has
         monkeypatch.setattr(gates, "is_known", lambda *_: True)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if who == "fp64" else default)
-    try:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=who == "autocast"):
-            assert not gates.decides_alike(gate, x, used)
-            route(gate, x, used)
-    finally:
-        torch.set_default_dtype(default)
+    in_fp64 = default_dtype(torch.float64) if who == "fp64" else contextlib.nullcontext()
+    with in_fp64, torch.autocast("cpu", dtype=torch.bfloat16, enabled=who == "autocast"):
+        assert not gates.decides_alike(gate, x, used)
+        route(gate, x, used)
     assert len(calls) == (0 if who == "used_token" else 1)
 
 

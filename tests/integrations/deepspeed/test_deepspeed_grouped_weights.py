@@ -61,8 +61,7 @@ def test_known_experts_compute_what_is_read(name):
         leaves = [*parts, *(parameter for expert in experts for parameter in expert.parameters())]
         loss = sum((output * torch.arange(HIDDEN)).square().sum() for output in outputs)
         results.append([*outputs, *torch.autograd.grad(loss, leaves)])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
 
 
 class Own(nn.Sequential):
