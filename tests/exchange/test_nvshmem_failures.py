@@ -20,7 +20,7 @@ from fault_cases import NUM_TOKENS, SOON_S, FailsInBackward, back_in_step, fault
 from logs import heard
 from on_ranks import on_ranks
 
-from deepep_moe import Buffer, nvshmem_module
+from deepep_moe import Buffer, LowLatencyBuffer, nvshmem_module
 from deepep_moe.errors import BackendUnavailableError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.exchange.backends import select
 from deepep_moe.exchange.calls import notify_peers
@@ -275,9 +275,9 @@ def test_killed_rank(rank, num_ranks, culprit):
 # ---- what cannot serve ----
 
 
-def refusal_of(sizes, **settings):
+def refusal_of(sizes, kind=Buffer, **settings):
     with pytest.raises((BackendUnavailableError, ValueError)) as info:
-        Buffer(None, *sizes, timeout_s=60, **settings)
+        kind(None, *sizes, timeout_s=60, **settings)
     return f"{info.type.__name__}: {info.value}"
 
 
@@ -291,7 +291,8 @@ def test_wrong_nodes(rank, num_ranks):
         ({"backend": "nvshmem"}, "it serves several nodes, and all 4 ranks are one"),
         ({"backend": "nvlink", "ranks_per_node": 2}, "it serves one node, and ranks_per_node is 2 for 4 ranks"),
     ):
-        assert words in refusal_of(sizes, **settings)
+        for kind in (Buffer, LowLatencyBuffer):
+            assert words in refusal_of(sizes, kind, **settings)
 
 
 def without_nvshmem(rank, num_ranks, how):
