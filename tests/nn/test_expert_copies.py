@@ -7,13 +7,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import BACKENDS, device_of, look
+from exchange_cases import BACKENDS, device_of, look, plans_of_copies
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.nn import Balance, GroupedExperts, LocalExperts, Metrics, MoELayer, Router
-from deepep_moe.nn.balance import Copies
 
 HIDDEN, INNER, NUM_EXPERTS, NUM_TOPK = 8, 4, 8, 2
 
@@ -82,13 +81,11 @@ def run(layer, x, recompute=None):
 @on_ranks((1, 2, 4, 8), backend=BACKENDS, num_slots=(1, 3))
 def test_training_has_the_bits_of_a_layer_without_copies(rank, num_ranks, num_slots, backend):
     plain = train(layer_of(rank, num_ranks, None, backend), rank)
-    balance = Balance(num_slots, cost=1)
-    layer, plans = layer_of(rank, num_ranks, balance, backend), []
+    balance, plans = Balance(num_slots, cost=1), plans_of_copies()
+    layer = layer_of(rank, num_ranks, balance, backend)
     if num_ranks > 1:
-        copies = balance.of_layer(layer.experts, layer.buffer)
-        plan, weights = copies.plan, copies.weights
-        copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
-        weights.up.fill_(float("nan")), weights.down.fill_(float("nan"))
+        for slots in balance.of_layer(layer.experts, layer.buffer).weights:
+            slots.fill_(torch.nan)
     assert all(map(torch.equal, train(layer, rank), plain))
     assert len(plans) == (0 if num_ranks == 1 else 4) and all((each.plan.copies >= 0).any() for each in plans)
     balance.destroy()
@@ -115,8 +112,7 @@ def wide_layer(rank, num_ranks, balance, backend, **settings):
 @on_ranks(2, backend=BACKENDS)
 def test_fp8_copies_have_the_bits_of_home(rank, num_ranks, backend):
     """Three micro-batches: one quantizes the weights in its passes, one keeps copies at home, and one uses those. Once also with bounds."""
-    device, plans, plan = device_of(backend, rank), [], Copies.plan
-    Copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
+    device, plans = device_of(backend, rank), plans_of_copies()
 
     def use(balance, **bounds):
         layer = wide_layer(rank, num_ranks, balance, backend, fp8=True, **bounds)
