@@ -4,11 +4,10 @@ import json
 import re
 import statistics
 import sys
-from pathlib import Path
 
 import pytest
+from scripts import ROOT
 
-ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
 PAGES = {path: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]}
 sys.path.append(str(ROOT / "benchmarks" / "plots"))

@@ -4,11 +4,10 @@ import html
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from scripts import ROOT
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("site")
 
 

@@ -1,14 +1,12 @@
 """Every snippet of the README and the documentation runs, and every command that they name exists with its options."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from scripts import ROOT, run_python
 from torch import nn
 
 from deepep_moe.command import COMMANDS
@@ -16,7 +14,6 @@ from deepep_moe.integrations.deepspeed.options import Options, options_of
 from deepep_moe.testing import run_ranks
 from deepep_moe.tuning import Files, load
 
-ROOT = Path(__file__).parents[2]
 MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md"), *(ROOT / "distributions").rglob("*.md")]
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(MARKDOWN)}
 BLOCKS = {
@@ -55,8 +52,7 @@ def test_blocks_run_alone(tmp_path):
     """Each in its own process, which a process that has imported PyTorch forks."""
     blocks = [BLOCKS[key] for key in ALONE]
     assert all(len(block.strip().splitlines()) <= 20 for block in blocks)
-    result = subprocess.run([sys.executable, "-c", APART, *blocks], capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = run_python("-c", APART, *blocks, cwd=tmp_path)
     names = "busiest_expert exchange_ms rows repeats rank_overload max_rank_overload max_vio"
     scalars = ["loss", *(f"deepep_moe/layer_1/{name}" for name in names.split())]
     expected = {"docs/index.md": "shm torch.Size([512, 256])\n", "docs/watch.md": f"{scalars}\n"}
@@ -67,12 +63,8 @@ def run_under_torchrun(script: str, folder: Path, device: str) -> list[str]:
     """Run on two ranks, and return what each has printed."""
     (folder / "moe.py").write_text(script)
     to_files = ("--redirects", "1", "--log-dir", str(folder))  # on one pipe lines of ranks may mix
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *to_files, str(folder / "moe.py")]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert result.returncode == 0, result.stderr
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *to_files, folder / "moe.py"]
+    run_python(*command, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}))
     return [output.read_text() for rank in range(2) for output in folder.glob(f"*/attempt_0/{rank}/stdout.log")]
 
 
@@ -257,8 +249,7 @@ def test_modules_and_their_options_exist():
         "benchmarks/run.py low-latency",
     }
     named = {name: options for name, options in named.items() if name not in WITHOUT_HELP}
-    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
-    result = subprocess.run([sys.executable, "-c", HELP, *sorted(named)], capture_output=True, text=True, cwd=ROOT, env=environment)
+    result = run_python("-c", HELP, *sorted(named), DS_ACCELERATOR="cpu")
     printed = dict(part.split("\n", 1) for part in result.stdout.split("== ")[1:])
     assert set(printed) == set(named), result.stderr
     for name, options in named.items():

@@ -2,9 +2,9 @@
 
 import json
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from scripts import ROOT
+
 DOCS = ROOT / "docs"
 
 

@@ -10,11 +10,11 @@ from types import ModuleType, SimpleNamespace
 
 import pybind11
 import pytest
+from scripts import ROOT
 
 import deepep_moe
 from deepep_moe import build, installed
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = Path(deepep_moe.__file__).parent
 
 

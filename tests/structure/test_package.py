@@ -6,22 +6,20 @@ import json
 import os
 import pickle
 import re
-import subprocess
 import sys
 import tomllib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from bench_cases import RECORD_FIELDS
+from scripts import ROOT, run_python
 
 import deepep_moe
 from deepep_moe import build, config, errors, torch_module
 from deepep_moe.command import COMMANDS, main
 from deepep_moe.testing import RankFailedError, run_ranks
 
-ROOT = Path(__file__).parents[2]
 SHIM_BYTES = getattr(deepep_moe._C, "SHIM_BYTES", 0)
 
 
@@ -222,8 +220,7 @@ def test_command_and_module_are_one():
     (name, entry) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"].popitem()
     module, function = entry.split(":")
     assert name == "deepep-moe" and getattr(importlib.import_module(module), function) is main
-    done = subprocess.run([sys.executable, "-m", "deepep_moe", "--version"], capture_output=True, text=True)
-    assert done.stdout == f"deepep_moe {deepep_moe.__version__}\n"
+    assert run_python("-m", "deepep_moe", "--version").stdout == f"deepep_moe {deepep_moe.__version__}\n"
 
 
 def test_help_without_a_subcommand(capsys):

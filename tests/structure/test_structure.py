@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import rooms
-from scripts import run_python
+from scripts import ROOT, run_python
 from size import LIMITS, SOURCES, files, sizes
 
 from deepep_moe import nvshmem_module
 
-ROOT = Path(__file__).parents[2]
 # A room may import itself and those after it, but not the one beside it.
 PYTHON_ROOMS = [
     ("examples", "benchmarks"), ("deepep_moe.tune",), ("deepep_moe.build", "deepep_moe.doctor", "deepep_moe.launch"),

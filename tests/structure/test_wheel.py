@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from scripts import ROOT
 
 import deepep_moe
 
-ROOT = Path(__file__).parents[2]
 SOURCES = {"setup.py", "pyproject.toml", "README.md", "LICENSE"}
 VERSION = deepep_moe.__version__
 SEPARATE = re.compile(r"deepep.moe|__editable__|pip|setuptools|pybind11|_distutils|.*\.pth")  # what an environment must have itself

@@ -2,12 +2,12 @@
 
 import ctypes
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import machine_trees
 import pytest
+from scripts import run_python
 
 from deepep_moe import config, launch
 from deepep_moe.testing import run_ranks
@@ -230,9 +230,7 @@ def test_launched_ranks_are_bound(tmp_path):
     if len(cores) < 2 or read().gpus:
         pytest.skip("needs two cores, known to sysfs, and no GPU")
     options = ["--standalone", "--nproc-per-node", "2", "--bind", "--redirects", "3", "--log-dir", str(tmp_path)]
-    command = [sys.executable, "-m", "deepep_moe", "launch", *options, str(tmp_path / "script.py")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run_python("-m", "deepep_moe", "launch", *options, tmp_path / "script.py")
     seen = set()
     for rank, each in enumerate(place(read(), 2, "")):
         (out,), (error,) = (list(tmp_path.glob(f"*/attempt_0/{rank}/{name}.log")) for name in ("stdout", "stderr"))

@@ -2,9 +2,9 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
+from scripts import ROOT
 
 from deepep_moe.tuning.fit import fit
 
@@ -23,7 +23,6 @@ def test_small_share_of_a_gpu(num_sms, expected):
 
 # ---- docs/tuning.md ----
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tuning.md").read_text()
 
 
