@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from scripts import ROOT, run_python
-from torch import nn
 
 from deepep_moe.command import COMMANDS
 from deepep_moe.integrations.deepspeed.options import Options, options_of
@@ -133,20 +132,9 @@ def test_fsdp2_block_runs():
     assert one == other and one[:2] == (3, 2) and 0 < one[2] < 1, "all ranks have the same norm"
 
 
-class Gated(nn.Module):
-    """An expert with the names that the page's function reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(16, 16, bias=False) for _ in range(3))
-
-    def forward(self, x):
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
 def _deepspeed_worker(rank: int, num_ranks: int, blocks: list[str]) -> None:
     from deepspeed.moe.layer import MoE
-    from deepspeed_ranks import engine_ready
+    from deepspeed_cases import SeparateGate, engine_ready
 
     with engine_ready():
         first, swap, group, loss = blocks
@@ -157,7 +145,7 @@ def _deepspeed_worker(rank: int, num_ranks: int, blocks: list[str]) -> None:
         exec(compile(swap, "swap and restore", "exec"), {"model": names["engine"]})
         assert type(layer).__name__ == "MOELayer"
 
-        model = MoE(16, Gated(), num_experts=4, ep_size=2, k=1)
+        model = MoE(16, SeparateGate(16, 16), num_experts=4, ep_size=2, k=1)
         model.set_deepspeed_parallelism()
         exec(compile(group, "grouped experts", "exec"), {"model": model, "torch": torch})
         assert torch.isfinite(model(torch.randn(8, 16))[0]).all()

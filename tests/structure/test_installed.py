@@ -235,9 +235,8 @@ def test_modules_that_cannot_be_built(monkeypatch, tmp_path, capsys, code, named
     assert f"{failed}: not built, see above" in printed and f"\n{says}\n" in printed and "more" not in printed
 
 
-def test_clones_and_wrong_names_are_refused(monkeypatch, tmp_path, capsys):
+def test_clones_are_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(build, "PACKAGE", tmp_path / "deepep_moe")
-    for arguments, text in ((["_triton"], "no module _triton; choose from _torch, _nvshmem"), ([], "is a clone, which builds all modules")):
-        with pytest.raises(SystemExit):
-            build.main(arguments)
-        assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        build.main([])
+    assert "is a clone, which builds all modules" in capsys.readouterr().err

@@ -67,6 +67,17 @@ def sequential(activation: nn.Module | None = None, *, bias: bool = True) -> nn.
     return nn.Sequential(nn.Linear(HIDDEN, 48, bias=bias), activation or nn.GELU(), nn.Linear(48, HIDDEN, bias=bias))
 
 
+class SeparateGate(nn.Module):
+    """Three matrices, as the experts of many models have them."""
+
+    def __init__(self, hidden: int = HIDDEN, width: int = 24):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((hidden, width), (hidden, width), (width, hidden)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
 def read_expert(expert: Expert) -> ExpertWeights:
     """Return an expert's weights for grouped products, like a user's function for an unknown class."""
     return ExpertWeights(expert.up.weight, expert.up.bias, expert.down.weight, expert.down.bias, nn.functional.gelu)

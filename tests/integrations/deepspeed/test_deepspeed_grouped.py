@@ -14,6 +14,7 @@ from deepspeed_cases import (
     HIDDEN,
     Case,
     Expert,
+    SeparateGate,
     assert_equal,
     build_engine,
     logged,
@@ -39,17 +40,6 @@ pytest.importorskip("deepspeed")
 # rounding more, of 2^-9 in bf16 and of 2^-12 in fp16.
 ON_GPUS = 1e-5  # in fp32, where each product may have a kernel of its own
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-class SeparateGate(nn.Module):
-    """Three matrices, as the experts of many models have them."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((HIDDEN, 24), (HIDDEN, 24), (24, HIDDEN)))
-
-    def forward(self, x):
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
 def read_gated(expert: SeparateGate) -> ExpertWeights:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_cases import FailsInBackward
 from megatron_cases import RECOMPUTED, assert_bits, assert_same, draw, forward_backward, layer_config, layer_of, model_parallel, on_megatron
 from megatron_training import batch_of, gpt
 from on_ranks import failing, on_ranks, refused
@@ -144,24 +145,12 @@ def test_schedule_frees_what_nobody_keeps(rank: int, num_ranks: int, sizes: dict
     assert plan.moe_dispatch.free_input and plan.mlp.free_input
 
 
-class Fault(torch.autograd.Function):
-    """Raises in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("a fault in the backward")
-
-
 def _fail(module: Any, *_: Any) -> None:
     raise RuntimeError("a fault in the forward")
 
 
 def _fault_after(module: Any, arguments: Any, output: Any) -> Any:
-    return (Fault.apply(output[0]), *output[1:])
+    return (FailsInBackward.apply(output[0], RuntimeError("a fault in the backward")), *output[1:])
 
 
 FAULTS: dict[str, Callable[[Any], Any]] = {
