@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from by_expert_cases import doubled, equal, folded, ignored, in_one_tensor, in_parts, shifted, strided, tagged, unlike, watched
+from error_cases import Wrapped
 from exchange_cases import BACKENDS, NVLINK, Case, assert_all_same, assert_same, device_of, on_device, opened, poison_outputs
 from fault_cases import allocations_fail
 from on_ranks import on_ranks, refused
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from deepep_moe import Buffer
@@ -195,21 +195,6 @@ def test_experts_that_write_into_their_rows(rank):
         combined_x.backward(x)
         results.append([combined_x, *(leaf.grad for leaf in leaves)])
     assert_all_same("combined_x, x.grad, topk_weights.grad, scale.grad", *results)
-
-
-class Wrapped(torch.Tensor):
-    """A gradient without memory of its own, as quantizing and distributed tensors are."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        return function(*tree_map_only(cls, lambda wrapped: wrapped.inner, args), **(kwargs or {}))
 
 
 @on_ranks(2, backend=[NVLINK])

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from error_cases import HIDDEN, IDX, NUM_EXPERTS, WEIGHTS, X, imaginary, make_buffer, negative
+from error_cases import HIDDEN, IDX, NUM_EXPERTS, WEIGHTS, Wrapped, X, imaginary, make_buffer, negative
 from exchange_cases import on_device
 from fault_cases import outcome
 from on_ranks import on_ranks, refused
@@ -36,15 +36,8 @@ def dual(tensor):
     return forward_ad.make_dual(tensor, torch.ones_like(tensor))
 
 
-class Wrapper(torch.Tensor):
+class Wrapper(Wrapped):
     """A tensor whose operations fail."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device)
-
-    def __init__(self, inner):
-        self.inner = inner
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

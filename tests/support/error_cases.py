@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from exchange_cases import device_of
+from torch.utils._pytree import tree_map_only
 
 from deepep_moe import Buffer
 
@@ -46,3 +47,18 @@ def imaginary(tensor):
     lazy = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
     assert lazy.is_neg() and torch.equal(lazy, tensor)
     return lazy
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as quantizing and distributed tensors are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*tree_map_only(cls, lambda wrapped: wrapped.inner, args), **(kwargs or {}))
