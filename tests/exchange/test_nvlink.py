@@ -19,6 +19,7 @@ from exchange_cases import (
     check_cases,
     check_each,
     device_of,
+    finish,
     in_environment,
     inputs_of,
     look,
@@ -176,12 +177,6 @@ def passed(natives, call):
         output = call()
         sys.setprofile(None)
     return output, files, asked
-
-
-def finish(event):
-    """`event`: an event, a hook, or None of a call that is over."""
-    if event is not None:
-        event() if callable(event) else event.wait()
 
 
 KINDS = {"rows": {}, "gradients": {}, "bounded": {}, "fp8": {}, "lanes": {"sums": "lanes"}, "nodes": {"ranks_per_node": 1}}

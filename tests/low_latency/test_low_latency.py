@@ -188,8 +188,8 @@ def random_case(seed, num_ranks, per_node):
     fp8, sums, max_tokens = draw.random() < 0.5, draw.choice(("ranks", "ranks", "lanes", "lanes_fma")), draw.randint(1, 40)
     num_experts = num_ranks * draw.randint(1, 12)
     return Case(
-        [draw.randint(0, max_tokens) for _ in range(num_ranks)], max_tokens, num_experts=num_experts, fp8=fp8, sums=sums, seed=seed,
-        hidden=128 * draw.randint(1, 5) if fp8 else 8 * draw.randint(1, 40), num_topk=draw.randint(1, min(num_experts, 32)),
+        [draw.randint(0, max_tokens) for _ in range(num_ranks)], max_tokens=max_tokens, num_experts=num_experts, sums=sums, seed=seed,
+        fp8=fp8, hidden=128 * draw.randint(1, 5) if fp8 else 8 * draw.randint(1, 40), num_topk=draw.randint(1, min(num_experts, 32)),
         dtype=draw.choice(DTYPES), index_dtype=draw.choice((torch.int32, torch.int64)), masked=draw.choice((0.0, 0.3, 0.9)),
         with_weights=draw.random() < 0.5, combine_weights=draw.random() < 0.5, mode=draw.choice(("now", "async", "hook")),
         scale_format=draw.choice(("fp32", "ue8m0")) if fp8 else "fp32", ranks_per_node=per_node,

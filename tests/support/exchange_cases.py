@@ -88,6 +88,11 @@ class Case:
         return len(self.num_tokens)
 
     @property
+    def how(self) -> dict[str, bool]:
+        """How a call is made."""
+        return {"async_op": self.mode == "async", "return_hook": self.mode == "hook"}
+
+    @property
     def memory(self) -> tuple[Any, ...]:
         """What buffers are made with."""
         sizes = self.max_tokens or max(self.num_tokens), self.hidden, self.num_experts, self.num_topk
@@ -121,7 +126,7 @@ class Case:
         return torch.randn(self.num_tokens[rank], self.hidden, generator=torch.Generator().manual_seed(rank + 5)).to(self.dtype)
 
     def expert_outputs(self, rank: int, num_rows: int) -> torch.Tensor:
-        return torch.randn(num_rows, self.hidden, generator=torch.Generator().manual_seed(rank + 77)).to(self.dtype)
+        return torch.randn(num_rows, self.hidden, generator=torch.Generator().manual_seed(self.seed + rank + 77)).to(self.dtype)
 
 
 ROUNDS = int(os.environ.get("DEEPEP_MOE_STRESS_ROUNDS", "100"))
@@ -190,7 +195,7 @@ def check_calls(rank: int, case: Case, buffers: list[Buffer]) -> None:
         outputs, received, case.num_tokens, row_weights if case.with_weights else None, biases if case.with_bias else None,
         ranks_per_node=case.ranks_per_node, sums=case.sums,
     )  # fmt: skip
-    how = {"num_sms": case.num_sms, "async_op": case.mode == "async", "return_hook": case.mode == "hook"}
+    how = case.how | {"num_sms": case.num_sms}
 
     def bounded(tensor: torch.Tensor | None, rest: int = 0) -> torch.Tensor | None:
         if tensor is None or case.bound is None:
@@ -205,8 +210,7 @@ def check_calls(rank: int, case: Case, buffers: list[Buffer]) -> None:
         weight = weight if case.with_weights else None
         settings = {"layout": case.layout, "expert_alignment": case.expert_alignment, "num_recv_rows": case.bound}
         out = buffer.dispatch(x, idx, weight, **settings, **how)
-        if case.mode != "now":
-            (out.hook or out.event.wait)()
+        finish(out.hook or out.event)
         mine = received[rank]
         assert_same("recv_x", out.recv_x, bounded(mine.recv_x))
         assert out.num_recv_tokens_per_expert.tolist() == mine.num_recv_tokens_per_expert
@@ -217,14 +221,19 @@ def check_calls(rank: int, case: Case, buffers: list[Buffer]) -> None:
         bias = biases[rank].to(device) if case.with_bias else None
         y = buffer.combine(bounded(outputs[rank]).to(device), out.handle, given_weights, bias=bias, **how)
         if case.mode != "now":
-            y, done = y
-            done() if case.mode == "hook" else done.wait()
+            y, end = y
+            finish(end)
         assert_same("combined_x", y, combined[rank])
         again = buffer.dispatch(x, topk_weights=weight, handle=out.handle, **how)
-        if case.mode != "now":
-            (again.hook or again.event.wait)()
+        finish(again.hook or again.event)
         assert_same("recv_x along the handle", again.recv_x, bounded(mine.recv_x))
         assert_same("recv_topk_weights along the handle", again.recv_topk_weights, bounded(mine.recv_topk_weights))
+
+
+def finish(end: Any) -> None:
+    """`end`: an event, a hook, or None of a call that is over."""
+    if end is not None:
+        end() if callable(end) else end.wait()
 
 
 def on_device(backend: str, rank: int, *tensors: torch.Tensor) -> list[torch.Tensor]:

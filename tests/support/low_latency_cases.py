@@ -2,12 +2,14 @@
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import exchange_cases
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import NVLINK, assert_same, device_of, look, on_device, poison_outputs
+from exchange_cases import NVLINK, assert_same, device_of, finish, look, on_device, poison_outputs
 
 from deepep_moe import LowLatencyBuffer, reference
 
@@ -15,31 +17,19 @@ BLOCK = 128
 
 
 @dataclass
-class Case:
-    """One routing of all ranks. `num_tokens` has an element per rank."""
+class Case(exchange_cases.Case):
+    """One routing of all ranks."""
 
-    num_tokens: list[int]
-    max_tokens: int = 24
     hidden: int = 128
     num_experts: int = 24
-    num_topk: int = 3
     dtype: torch.dtype = torch.bfloat16
-    index_dtype: torch.dtype = torch.int64
+    max_tokens: int = 24
     masked: float = 0.2  # share of lanes without expert
-    with_weights: bool = True
     combine_weights: bool = False  # they are given to combine, not to dispatch
     fp8: bool = False
     scale_format: str = "fp32"
     wire: str | None = None
-    mode: str = "now"  # or "async", "hook"
-    seed: int = 0
     without: int | tuple[int, ...] | None = None  # masked ranks: their tokens do not come, their experts are not reached
-    ranks_per_node: int | None = None
-    sums: str = "ranks"
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.num_tokens)
 
     @property
     def memory(self) -> tuple[Any, ...]:
@@ -83,9 +73,6 @@ class Case:
                 is_lost |= (to // per_node != node) & (to % per_node == index)  # which its node has masked
         return is_lost & (to >= 0)
 
-    def expert_outputs(self, rank: int, num_rows: int) -> torch.Tensor:
-        return torch.randn(num_rows, self.hidden, generator=torch.Generator().manual_seed(self.seed + rank + 77)).to(self.dtype)
-
 
 class Expected:
     """The reference's results of a case."""
@@ -126,22 +113,17 @@ def make_buffer(case: Case, backend: str, rank: int, **options) -> LowLatencyBuf
 def start_dispatch(buffer: LowLatencyBuffer, case: Case, rank: int, backend: str):
     """The dispatch of a case, and a function that waits for it."""
     x, idx, weights = (tensor.to(device_of(backend, rank)) for tensor in case.inputs(rank))
-    out = buffer.dispatch(
-        x, idx, weights if case.dispatch_weights else None, fp8=case.fp8, scale_format=case.scale_format, async_op=case.mode == "async",
-        return_hook=case.mode == "hook",
-    )  # fmt: skip
-    return out, out.hook or (out.event.wait if out.event is not None else lambda: None)
+    weights = weights if case.dispatch_weights else None
+    out = buffer.dispatch(x, idx, weights, fp8=case.fp8, scale_format=case.scale_format, **case.how)
+    return out, partial(finish, out.hook or out.event)
 
 
 def start_combine(buffer: LowLatencyBuffer, case: Case, x: torch.Tensor, handle, out: torch.Tensor | None = None):
     """The combine of a case, and a function that waits for it."""
     weights = case.inputs(buffer.rank)[2].to(x.device) if case.combine_weights else None
-    result = buffer.combine(
-        x, handle, topk_weights=weights, out=out, wire=case.wire, async_op=case.mode == "async", return_hook=case.mode == "hook"
-    )
-    if case.mode == "now":
-        return result, lambda: None
-    return result[0], result[1] if case.mode == "hook" else result[1].wait
+    result = buffer.combine(x, handle, topk_weights=weights, out=out, wire=case.wire, **case.how)
+    y, end = (result, None) if case.mode == "now" else result
+    return y, partial(finish, end)
 
 
 def unpack_scales(scales: torch.Tensor, scale_format: str, num_blocks: int) -> torch.Tensor:
