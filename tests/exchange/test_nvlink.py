@@ -100,8 +100,9 @@ def test_rows_of_each_layer_are_guessed_apart(rank):
 
 
 def test_guesses_of_many_layers_are_forgotten():
+    device = device_of("nvlink", 0)
     buffer = Buffer(None, 64, 16, 4, 1, backend="nvlink", timeout_s=60)
-    x, idx = torch.ones(64, 16, device=device_of("nvlink", 0)), torch.zeros(64, 1, dtype=torch.int32, device=device_of("nvlink", 0))
+    x, idx = torch.ones(64, 16, device=device), torch.zeros(64, 1, dtype=torch.int32, device=device)
 
     def room(layer):
         return buffer.dispatch(x, idx, layer=layer).recv_x.untyped_storage().nbytes() // (16 * 4)
