@@ -45,7 +45,9 @@ def case_of(split, num_tokens=NUM_TOKENS, **settings):
 def test_equals_reference(split):
     how = {"expert_alignment": 4, "with_bias": True}
     kinds = (("expert", "ranks"), ("rank", "ranks"), ("expert", "lanes"), ("expert", "lanes_fma"))
-    check_cases([*(case_of(split, layout=layout, sums=sums, **how) for layout, sums in kinds), *many_calls(split, 6)])
+    cases = [case_of(split, layout=layout, sums=sums, **how) for layout, sums in kinds]
+    cases += [case_of(split, num_tokens) for num_tokens in ([0, 0, 0, 0], [0, 0, 33, 0], [300, 1, 130, 0])]
+    check_cases([*cases, *many_calls(split, 6)])
 
 
 @pytest.mark.slow
@@ -53,10 +55,6 @@ def test_equals_reference(split):
 def test_random_routings_over_nodes(split):
     num_ranks, per_node = SPLITS[split]
     check_cases([random_case(seed, num_ranks, ("nvshmem",), per_node) for seed in range(ROUNDS)], timeout_s=600 + ROUNDS / 10)
-
-
-def test_uneven_tokens():
-    check_cases([case_of("2x2", num_tokens) for num_tokens in ([0, 0, 0, 0], [0, 0, 33, 0], [300, 1, 130, 0])])
 
 
 @pytest.mark.parametrize("num_sms", (0, 7))
