@@ -12,7 +12,7 @@ SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh")
 LIMITS = {
     "lines of deepep_moe, csrc and integrations": 43_050,
     "lines of benchmarks": 4_500,
-    "lines of tests": 30_620,
+    "lines of tests": 30_250,
     "words of docs and README": 48_460,
     "lines of JSON in benchmarks": 2_000,
     "times the word Any in Python code of deepep_moe and integrations": 485,
