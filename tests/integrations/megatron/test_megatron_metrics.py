@@ -1,9 +1,11 @@
 """Reports of layers: rows of each expert, time of the exchange, calls over capacity; also through Megatron-Core's own report."""
 
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -34,7 +36,8 @@ def one_sided(layer: Any, first: int) -> None:
 
 
 @on_megatron(2, metrics=True)
-def test_rows_of_each_expert(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+def test_rows_of_each_expert(rank: int, num_ranks: int, sizes: dict[str, int], tmp_path: Path) -> None:
+    """In the reports, and in the routing trace, where each rank has its experts' rows of each forward in its file."""
     first, third = numbered(sizes), numbered(sizes, 3)
     one_sided(first, 0)
     one_sided(third, 4)
@@ -42,7 +45,8 @@ def test_rows_of_each_expert(rank: int, num_ranks: int, sizes: dict[str, int]) -
         first(torch.randn(num_tokens, 1, HIDDEN))
     third(torch.randn(2, 1, HIDDEN))
     began = time.perf_counter()
-    reports = take_metrics()
+    with mock.patch.dict(os.environ, {"DEEPEP_MOE_TRACE": str(tmp_path)}):
+        reports = take_metrics()
     assert time.perf_counter() - began < 5
     tokens = num_ranks * 8 + sum(range(num_ranks))
     assert [report.layer for report in reports] == [1, 3]
@@ -50,6 +54,8 @@ def test_rows_of_each_expert(rank: int, num_ranks: int, sizes: dict[str, int]) -
     assert [report.busiest for report in reports] == [2.0, 2.0]
     assert all(report.num_over_capacity == 0 and 0 < report.exchange_ms < 1000 for report in reports)
     assert take_metrics() == []
+    calls = [[[6] * 4, [0] * 4], [[11] * 4, [0] * 4]] if rank == 0 else [[[0] * 4, [4] * 4], [[0] * 4] * 2]
+    assert np.load(tmp_path / f"rank{rank:05}.npy").tolist() == calls
 
 
 @on_ranks(4)
@@ -64,21 +70,6 @@ def test_nodes_per_token(rank: int, num_ranks: int) -> None:
             assert layer.token_dispatcher.buffer.ranks_per_node == ranks_per_node
             (report,) = take_metrics()
             assert report.nodes_per_token == expected, ranks_per_node
-
-
-@on_megatron(2, metrics=True)
-def test_routing_trace(rank: int, num_ranks: int, sizes: dict[str, int], tmp_path: Path) -> None:
-    """Two layers and two reports. Each rank has its experts' rows of each forward in its file."""
-    layers = [numbered(sizes, number) for number in (1, 2)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DEEPEP_MOE_TRACE", str(tmp_path))
-        for num_tokens, first in ((3, 0), (2, 4)):
-            for layer in layers:
-                one_sided(layer, first)
-                layer(torch.randn(num_tokens, 1, HIDDEN))
-            take_metrics()
-    calls = [[[num_tokens * num_ranks * (rank == target)] * 4] * 2 for num_tokens, target in ((3, 0), (2, 1))]
-    assert np.load(tmp_path / f"rank{rank:05}.npy").tolist() == calls
 
 
 @on_megatron(2, metrics=True)
