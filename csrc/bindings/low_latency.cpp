@@ -19,15 +19,6 @@ namespace {
 
 std::atomic_ref<uint64_t> word_at(uintptr_t address) { return std::atomic_ref(*reinterpret_cast<uint64_t*>(address)); }
 
-// Returns the descriptor of a new anonymous file of zeros. A Python that was built for an older C library has no os.memfd_create.
-int memory_file(int64_t bytes) {
-    const int file = memfd_create("deepep_moe", MFD_CLOEXEC);
-    if (file >= 0 && ftruncate(file, static_cast<off_t>(bytes)) == 0) return file;
-    const int error = errno;
-    if (file >= 0) close(file);
-    throw std::system_error(error, std::generic_category(), "cannot create shared memory of " + std::to_string(bytes) + " bytes");
-}
-
 // Return whole pages of shared memory to the system; they read as zeros from then on. Returns their bytes.
 int64_t give_back(const TensorArg& memory) {
     const int64_t page = sysconf(_SC_PAGESIZE), begin = static_cast<int64_t>(memory.address), bytes = memory.num_rows * memory.row_bytes();
@@ -41,7 +32,6 @@ int64_t give_back(const TensorArg& memory) {
 void bind_words(py::module_& m) {
     m.def("load_word", [](uintptr_t address) { return word_at(address).load(std::memory_order_acquire); });
     m.def("store_word", [](uintptr_t address, uint64_t value) { word_at(address).store(value, std::memory_order_release); });
-    m.def("memory_file", &memory_file);
     m.def("give_back", &give_back);
 }
 

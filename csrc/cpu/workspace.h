@@ -22,6 +22,8 @@ constexpr int kEntries = 16;  // calls whose entries are kept: a rank that refus
 constexpr size_t kRingBytes = size_t{1} << 20;  // bytes of all channels of one source together; more if rows are very long
 constexpr size_t kMinRingSlots = 8;
 
+enum class SegmentState : int { kAlive = 0, kDestroyed = 1 };
+
 // Says why this rank has left a call that it had entered, for peers that wait in the same call.
 struct FailureRecord {
     std::atomic<uint64_t> sequence;  // number of the call; 0 while the rest is written
@@ -32,7 +34,7 @@ struct FailureRecord {
 };
 
 struct SegmentHeader {  // zeros at first
-    std::atomic<bool> is_destroyed;
+    std::atomic<SegmentState> state;
     alignas(kCacheLine) std::atomic<uint64_t> entered;  // the last call the rank has entered
     std::atomic<uint64_t> ended;                        // the last call whose rows this rank has sent and received
     alignas(kCacheLine) std::atomic<uint64_t> beat;     // grows while the rank waits; a rank that is stuck elsewhere does not raise it

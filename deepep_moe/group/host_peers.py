@@ -1,6 +1,8 @@
 """The ranks of one host: their shared memory, mapped here, and their processes."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -16,11 +18,14 @@ class HostPeers:
 
     def __init__(self, rank: int, num_bytes: int):
         self._rank, self._num_bytes, self._owner_pid = rank, num_bytes, os.getpid()
+        self._file = -1
         self._memory: dict[int, Tensor] = {}
         self._addresses: dict[int, int] = {}
         self._processes: list[_C.Process] = []
         self._pids: list[int] = []
-        self._file = _C.memory_file(num_bytes + _MARK_BYTES)
+        with _explained("cannot create shared memory"):
+            self._file = os.memfd_create("deepep_moe", os.MFD_CLOEXEC)
+            os.ftruncate(self._file, num_bytes + _MARK_BYTES)
         self._map(rank, self.path)
         self.store(rank, num_bytes, _MARK + rank)
 
@@ -39,11 +44,8 @@ class HostPeers:
                 raise ValueError(f"{path} is not the shared memory of rank {rank}; are the ranks in different containers?")
 
     def _map(self, rank: int, path: str) -> None:
-        try:
+        with _explained(f"cannot open a peer's shared memory at {path} (ranks must run as one user in one container)"):
             num_bytes = os.stat(path).st_size
-        except OSError as error:
-            advice = "(ranks must run as one user in one container)"
-            raise OSError(error.errno, f"cannot open a peer's shared memory at {path} {advice}: {error.strerror}") from None
         if num_bytes != self._num_bytes + _MARK_BYTES:
             raise ValueError(f"shared memory at {path} has {num_bytes} bytes, expected {self._num_bytes + _MARK_BYTES}")
         memory = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8, device="cpu")
@@ -56,8 +58,7 @@ class HostPeers:
             self._file = -1
 
     def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self.seal()
+        self.seal()
 
     def is_mapped(self, rank: int) -> bool:
         return rank in self._memory
@@ -99,3 +100,12 @@ class HostPeers:
         if self.is_gone(rank):
             return f"its process {self._pids[rank]} is gone", ""
         return f"nothing came for {timeout_s:g} s", _C.IF_SLOW
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Begin an error of the system with `what` failed."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{what}: {error.strerror}") from None

@@ -47,7 +47,7 @@ ShmExchange::ShmExchange(const WorkspaceConfig& config, int rank, double timeout
     : config_(config), layout_(config), rank_(rank), owner_pid_(getpid()), timeout_s_(timeout_s) {}
 
 ShmExchange::~ShmExchange() {
-    if (!segments_.empty() && getpid() == owner_pid_) header(rank_).is_destroyed.store(true, std::memory_order_release);
+    if (!segments_.empty() && getpid() == owner_pid_) header(rank_).state.store(SegmentState::kDestroyed, std::memory_order_release);
 }
 
 void ShmExchange::connect(std::vector<std::byte*> segments, const std::vector<int>& pids) {
@@ -136,7 +136,7 @@ void ShmExchange::check_entries() const {
 
 bool ShmExchange::suspect(const Lack& lack) {
     const SegmentHeader& theirs = header(lack.peer);
-    if (theirs.is_destroyed.load(std::memory_order_acquire)) return true;
+    if (theirs.state.load(std::memory_order_acquire) == SegmentState::kDestroyed) return true;
     if (theirs.entered.load(std::memory_order_acquire) > sequence_) return true;
     if (processes_[lack.peer].is_gone()) return true;
     // A peer that only waits for another rank is not to blame, but the failure that it has found can be passed on.
@@ -168,7 +168,7 @@ void ShmExchange::give_up(const Lack& lack) {
     for (int peer = 0; peer < config_.num_ranks; ++peer)
         if (header(peer).failure.sequence.load(std::memory_order_acquire) == sequence_) pass_on(lack, peer);
     const std::string who = where(lack) + std::to_string(lack.peer);
-    if (header(lack.peer).is_destroyed.load(std::memory_order_acquire)) throw PeerError(who + kHasLeft, lack.peer);
+    if (header(lack.peer).state.load(std::memory_order_acquire) == SegmentState::kDestroyed) throw PeerError(who + kHasLeft, lack.peer);
     if (header(lack.peer).entered.load(std::memory_order_acquire) > sequence_) throw PeerError(who + kWentOn, lack.peer);
     fail(lack);
 }
