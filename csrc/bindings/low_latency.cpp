@@ -1,38 +1,41 @@
 // Binds what low-latency calls need: sizes, the words of calls, and the memory of ranks on one host, whose calls Python makes.
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <atomic>
-#include <cerrno>
 #include <limits>
-#include <system_error>
 
-#include "bindings/tensor.h"
+#include "bindings/bindings.h"
 #include "common/low_latency.h"
 #include "common/signature.h"
 #include "cpu/wait.h"
 #include "cuda/low_latency.h"
+#include "runtime/shm/peers.h"
 
 using namespace deepep_moe;
 
 namespace {
 
-std::atomic_ref<uint64_t> word_at(uintptr_t address) { return std::atomic_ref(*reinterpret_cast<uint64_t*>(address)); }
-
-// Return whole pages of shared memory to the system; they read as zeros from then on. Returns their bytes.
-int64_t give_back(const TensorArg& memory) {
-    const int64_t page = sysconf(_SC_PAGESIZE), begin = static_cast<int64_t>(memory.address), bytes = memory.num_rows * memory.row_bytes();
-    const int64_t first = (begin + page - 1) / page * page, end = (begin + bytes) / page * page;
-    if (end <= first) return 0;
-    if (madvise(reinterpret_cast<void*>(first), static_cast<size_t>(end - first), MADV_REMOVE) != 0)
-        throw std::system_error(errno, std::generic_category(), "cannot give shared memory back (madvise)");
-    return end - first;
+std::atomic_ref<uint64_t> word(const HostPeers& self, int rank, int64_t offset) {
+    return std::atomic_ref(*reinterpret_cast<uint64_t*>(self.memory(rank) + offset));
 }
 
-void bind_words(py::module_& m) {
-    m.def("load_word", [](uintptr_t address) { return word_at(address).load(std::memory_order_acquire); });
-    m.def("store_word", [](uintptr_t address, uint64_t value) { word_at(address).store(value, std::memory_order_release); });
-    m.def("give_back", &give_back);
+void bind_peers(py::module_& m) {
+    py::class_<HostPeers>(m, "HostPeers")
+        .def(py::init<int, int, size_t>())
+        .def_property_readonly("path", &HostPeers::path)
+        .def_property_readonly("is_owner", &HostPeers::is_owner)
+        .def("check_owner", &HostPeers::check_owner)
+        .def("connect", &HostPeers::connect)
+        .def("seal", &HostPeers::seal)
+        .def("give_back", &HostPeers::give_back)
+        .def("is_mapped", [](const HostPeers& self, int rank) { return self.memory(rank) != nullptr; })
+        .def("memory", [](const HostPeers& self, int rank) { return py::memoryview::from_memory(self.memory(rank), self.segment_bytes()); })
+        .def("load",
+             [](const HostPeers& self, int rank, int64_t offset) { return word(self, rank, offset).load(std::memory_order_acquire); })
+        .def("store", [](const HostPeers& self, int rank, int64_t offset,
+                         uint64_t value) { word(self, rank, offset).store(value, std::memory_order_release); })
+        .def("is_gone", &HostPeers::is_gone)
+        .def("why_silent", [](const HostPeers& self, int rank, double timeout_s) {
+            return py::make_tuple(self.why_silent(rank, timeout_s), self.advice(rank));
+        });
 }
 
 }  // namespace
@@ -46,7 +49,6 @@ void bind_low_latency(py::module_& m) {
     refused.is_refused = true;
     m.attr("LOW_LATENCY_REFUSED") = refused.packed();
     m.attr("HAS_LEFT") = kHasLeft;
-    m.attr("IF_SLOW") = kIfSlow;
     const py::arg num_ranks("num_ranks"), num_experts("num_experts"), num_topk("num_topk"), hidden("hidden"),
         num_max_tokens("num_max_tokens");
     m.def(
@@ -68,5 +70,5 @@ void bind_low_latency(py::module_& m) {
     });
     m.def("describe_low_latency", [](unsigned what) { return describe(LowLatencyWhat::unpacked(what)); });
     m.def("are_waits_hurried", [] { return waits_hurry.load(); });
-    bind_words(m);
+    bind_peers(m);
 }

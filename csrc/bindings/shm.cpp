@@ -153,17 +153,12 @@ void bind_shm_exchange(py::module_& m) {
              }),
              py::kw_only(), py::arg("num_ranks"), py::arg("ranks_per_node"), py::arg("rank"), py::arg("num_channels"),
              py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"), py::arg("timeout_s"))
+        .def_property_readonly("path", &ShmExchange::path)
         .def_property_readonly("workspace_bytes", &ShmExchange::workspace_bytes)
         .def_property_readonly("num_calls", &ShmExchange::num_calls)
-        .def(
-            "connect",
-            [](ShmExchange& self, const std::vector<TensorArg>& segments, const std::vector<int>& pids) {
-                std::vector<std::byte*> addresses;
-                for (const TensorArg& segment : segments) addresses.push_back(segment.as<std::byte*>());
-                self.connect(std::move(addresses), pids);
-            },
-            py::keep_alive<1, 2>())
-        .def_property_readonly("rings_offset", &ShmExchange::rings_offset)
+        .def("connect", &ShmExchange::connect)
+        .def("seal", &ShmExchange::seal)
+        .def("free", &ShmExchange::free)
         .def("refuse", &ShmExchange::refuse, Released())
         .def("abandon", &ShmExchange::abandon, Released())
         .def("plan", &plan)
@@ -185,5 +180,4 @@ void bind_exchange(py::module_& m) {
     m.def("hurry_waits", [](bool hurry) { waits_hurry.store(hurry); });
     py::class_<Process>(m, "Process").def("is_gone", &Process::is_gone);
     m.def("running", &running);
-    m.def("check_owner", &check_owner);
 }

@@ -21,8 +21,9 @@ constexpr size_t kMessageBytes = 512;
 constexpr int kEntries = 16;  // calls whose entries are kept: a rank that refuses or gives up calls gets ahead of the others
 constexpr size_t kRingBytes = size_t{1} << 20;  // bytes of all channels of one source together; more if rows are very long
 constexpr size_t kMinRingSlots = 8;
+constexpr uint64_t kSegmentMagic = 0x64656570'65700005;  // changes with this layout
 
-enum class SegmentState : int { kAlive = 0, kDestroyed = 1 };
+enum class SegmentState : int { kAlive = 1, kDestroyed = 2 };
 
 // Says why this rank has left a call that it had entered, for peers that wait in the same call.
 struct FailureRecord {
@@ -33,7 +34,9 @@ struct FailureRecord {
     char reason[kMessageBytes];
 };
 
-struct SegmentHeader {  // zeros at first
+struct SegmentHeader {
+    uint64_t magic;
+    int rank;
     std::atomic<SegmentState> state;
     alignas(kCacheLine) std::atomic<uint64_t> entered;  // the last call the rank has entered
     std::atomic<uint64_t> ended;                        // the last call whose rows this rank has sent and received

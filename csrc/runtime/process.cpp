@@ -9,8 +9,6 @@
 #include <optional>
 #include <string>
 
-#include "common/errors.h"
-
 namespace deepep_moe {
 namespace {
 
@@ -56,11 +54,5 @@ bool Process::is_gone() const {
 }
 
 Process running(int pid) { return {pid, is_own_proc() ? start_time_in(status_of(pid).value_or("")) : 0}; }
-
-void check_owner(int owner) {
-    if (getpid() != owner)
-        throw DestroyedError("this buffer belongs to process " + std::to_string(owner) + ", this is process " + std::to_string(getpid()) +
-                             ", forked from it; create a Buffer in each process");
-}
 
 }  // namespace deepep_moe

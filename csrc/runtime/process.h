@@ -19,7 +19,4 @@ struct Process {
 // Returns the process with this `pid`, which must be running.
 Process running(int pid);
 
-// Throws DestroyedError in another process than `owner`, which has been forked from it.
-void check_owner(int owner);
-
 }  // namespace deepep_moe

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import _StopRecomputationError
 
-from deepep_moe import _C
 from deepep_moe.arguments import as_int
 from deepep_moe.device import is_gpu
 from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, Cause, EPError, cause_of, describe
@@ -441,7 +440,11 @@ class Calls:
 
     def _refuse_other_process(self) -> None:
         """Raise BufferDestroyedError in a process forked from the buffer's owner: its thread and GPU do not exist there."""
-        _C.check_owner(self._process_id)
+        if self._process_id != os.getpid():
+            raise BufferDestroyedError(
+                f"this buffer belongs to process {self._process_id}, this is process {os.getpid()}, forked from it; "
+                "create a Buffer in each process"
+            )
 
     # ---- asynchronous calls: in order on one thread of the buffer, or on a GPU's stream ----
 

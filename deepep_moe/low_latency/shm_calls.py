@@ -16,7 +16,6 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError, describe
-from deepep_moe.group.host_peers import HostPeers
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import unwatched
 from deepep_moe.low_latency.base import DESTROYED, NOT_RECEIVED
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
 Rows: TypeAlias = "DispatchRows | CombineRows"
 """The rows of one call, in this rank's areas of the others' turns and in its own turn."""
+_MAGIC = 0x64656570_4C4C0001  # plus the rank; stored in the rank's own word of `resumed`, which no peer writes
 _TURNS, _MAX_IN_FLIGHT, _REASON_BYTES = 4, 2, 240
 _VALUE_BITS, _NUMBER_BIT = 16, 24  # a flag has the number of its call | what the rank does in it | a value
 _VALUES = (1 << _VALUE_BITS) - 1
@@ -93,7 +93,7 @@ class ShmCalls:
         self.layout = _Layout(settings)
         self.workspace_bytes = self.layout.total_bytes
         *_, self.handle_bytes = handle_offsets(settings)
-        self._peers: HostPeers | None = HostPeers(settings.rank, self.workspace_bytes)
+        self._peers: _C.HostPeers | None = _C.HostPeers(settings.num_ranks, settings.rank, self.workspace_bytes)
         self.num_calls = 0
         """The number of calls that were sent or refused."""
         self.masks = 0
@@ -106,28 +106,31 @@ class ShmCalls:
         self._unheard: dict[int, bool] = {}
         """The numbers of calls that not all ranks are known to have entered, and whether these calls are open: else they have failed."""
         self._first_calls = [0] * settings.num_ranks  # first call of each rank since it was last masked
+        self.peers.store(settings.rank, self.layout.resumed(settings.rank), _MAGIC + settings.rank)
 
     # ---- memory ----
 
     @property
-    def peers(self) -> HostPeers:
+    def peers(self) -> _C.HostPeers:
         if self._peers is None:
             raise BufferDestroyedError(DESTROYED)
         return self._peers
 
     def connect(self, addresses: list[tuple[str, int]]) -> None:
         self.peers.connect([path for path, _ in addresses], [pid for _, pid in addresses])
+        for rank, (path, _) in enumerate(addresses):
+            if self.peers.load(rank, self.layout.resumed(rank)) != _MAGIC + rank:
+                raise ValueError(f"{path} is not the shared memory of rank {rank}; are the ranks in different containers?")
 
     def free(self) -> int:
         """Return the memory of rows to the system, between calls that were received. The next call takes it again. Return its bytes."""
         num_bytes = self.settings.num_ranks * self.layout.area_bytes
-        begins = [self.layout.area(0, turn) for turn in range(_TURNS)]
-        return sum(self.peers.give_back(begin, begin + num_bytes) for begin in begins)
+        return sum(self.peers.give_back(self.layout.area(0, turn), num_bytes) for turn in range(_TURNS))
 
     def area(self, owner: int, source: int, number: int) -> Area:
         """Return what `source` writes for call `number` into the memory of `owner`."""
         s, first = self.settings, self.layout.area(source, number)
-        memory = self.peers.memory(owner)[first : first + self.layout.area_bytes]
+        memory = torch.frombuffer(self.peers.memory(owner)[first : first + self.layout.area_bytes], dtype=torch.uint8)
         shape = (s.num_max_tokens_per_rank, s.num_topk)
         num_bytes = 4 * s.num_max_tokens_per_rank * s.num_topk
         experts = memory[:num_bytes].view(torch.int32).view(shape)
@@ -171,9 +174,7 @@ class ShmCalls:
         """Raise EPPeerError if `entered`, the flag of `peer`, says that it has refused the call."""
         if entered >> _VALUE_BITS & 0xFF == _C.LOW_LATENCY_REFUSED:
             first = self.layout.reason(peer, number)
-            with unseen():
-                text = bytes(self.peers.memory(self.settings.rank)[first : first + _REASON_BYTES].tolist())
-            reason = text.partition(b"\0")[0]
+            reason = bytes(self.peers.memory(self.settings.rank)[first : first + _REASON_BYTES]).partition(b"\0")[0]
             words = f"rank {peer} did not make its call: {reason.decode(errors='replace')}"
             raise known_to_peers(EPPeerError(words, rank=peer), number)
 
@@ -271,13 +272,12 @@ class ShmCalls:
         self.num_calls = number
         return number
 
-    def _publish_refusal(self, peers: HostPeers, number: int, ranks: int, reason: str) -> None:
+    def _publish_refusal(self, peers: _C.HostPeers, number: int, ranks: int, reason: str) -> None:
         own_rank = self.settings.rank
         text = reason.encode()[: _REASON_BYTES - 1].decode(errors="ignore").encode() + b"\0"  # not cut inside a character
         first = self.layout.reason(own_rank, number)
         for peer in members(ranks):
-            with unseen():
-                peers.memory(peer)[first : first + len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+            peers.memory(peer)[first : first + len(text)] = text
             peers.store(peer, self.layout.entered(own_rank, number), number << _NUMBER_BIT | _C.LOW_LATENCY_REFUSED << _VALUE_BITS)
         self.lose(number)
 

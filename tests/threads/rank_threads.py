@@ -1,6 +1,6 @@
 """Ranks as threads: builds and runs the program of this folder. DEEPEP_MOE_SANITIZE is as in `emulated_gpu`.
 
-It is the CPU library with memory that threads share. The thread sanitizer follows its protocols between ranks.
+It is the CPU library without the memory that processes share. The thread sanitizer follows its protocols between ranks.
 """
 
 import os
@@ -17,7 +17,7 @@ FOLDERS = ("common", "cpu", "runtime", "runtime/shm")
 
 @alone()
 def build() -> Path:
-    sources = [path for folder in FOLDERS for path in (ROOT / "csrc" / folder).glob("*.cpp")]
+    sources = [path for folder in FOLDERS for path in (ROOT / "csrc" / folder).glob("*.cpp") if path.name != "segment.cpp"]
     return link_objects(SITE.parent / "threads", compile_objects([*sources, *Path(__file__).parent.glob("*.cpp")]))
 
 

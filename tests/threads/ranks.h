@@ -4,10 +4,7 @@
 #include <unistd.h>
 
 #include <barrier>
-#include <cstddef>
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
 #include <exception>
 #include <stdexcept>
 #include <string>
@@ -34,7 +31,7 @@ Error error_of(const std::string& what, Call&& call) {
 // The ranks, and where they meet.
 class Team {
 public:
-    explicit Team(int num_ranks) : num_ranks(num_ranks), barrier_(num_ranks), segments_(num_ranks), pids_(num_ranks, getpid()) {}
+    explicit Team(int num_ranks) : num_ranks(num_ranks), barrier_(num_ranks), paths_(num_ranks), pids_(num_ranks, getpid()) {}
 
     // Runs `rank_main(rank)` of every rank. One that fails ends the program: its peers may wait for it.
     template <class RankMain>
@@ -44,23 +41,20 @@ public:
     }
     void meet() { barrier_.arrive_and_wait(); }
 
-    // All ranks see a segment at one address, which is how the thread sanitizer knows it. It is never freed: the program is short.
     template <class Workspace>
     void connect(Workspace& own, int rank) {
-        constexpr size_t kAlignment = 4096;
-        const size_t bytes = (own.workspace_bytes() + kAlignment - 1) / kAlignment * kAlignment;
-        segments_[rank] = static_cast<std::byte*>(std::aligned_alloc(kAlignment, bytes));
-        std::memset(segments_[rank], 0, bytes);
+        paths_[rank] = own.path();
         meet();
-        own.connect(segments_, pids_);
+        own.connect(paths_, pids_);
         meet();
+        own.seal();
     }
 
     const int num_ranks;
 
 private:
     std::barrier<> barrier_;
-    std::vector<std::byte*> segments_;
+    std::vector<std::string> paths_;
     std::vector<int> pids_;
 };
 

@@ -1,14 +1,10 @@
 #include "runtime/shm/exchange.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
-#include <future>
-#include <iterator>
-#include <utility>
+#include <new>
+#include <thread>
 
 namespace deepep_moe {
 namespace {
@@ -16,14 +12,26 @@ namespace {
 constexpr char kWentOn[] = " left this call with an error and went on; see its output for the error";
 
 // Calls run(index) for each index below `count`, the last one on the calling thread. Threads are started per call (some 20 us each):
-// nothing is left behind for a fork to break. The first exception, by index, is rethrown once all have ended.
+// nothing is left behind for a fork to break. The first exception, by index, is rethrown.
 template <typename Run>
 void run_on_threads(int count, const Run& run) {
-    std::vector<std::future<void>> runs;
-    for (int index = 0; index < count; ++index)
-        runs.push_back(std::async(index < count - 1 ? std::launch::async : std::launch::deferred, std::cref(run), index));
-    runs.back().wait();
-    for (auto& each : runs) each.get();
+    std::vector<std::exception_ptr> errors(count);
+    const auto guarded = [&](int index) {
+        try {
+            run(index);
+        } catch (...) {
+            errors[index] = std::current_exception();
+        }
+    };
+    {
+        std::vector<std::jthread> threads;
+        threads.reserve(count - 1);
+        for (int index = 0; index < count - 1; ++index) threads.emplace_back(guarded, index);
+        guarded(count - 1);
+    }
+    for (const auto& error : errors) {
+        if (error) std::rethrow_exception(error);
+    }
 }
 
 std::string call_name(uint64_t sequence) { return "call " + std::to_string(sequence); }
@@ -44,22 +52,27 @@ private:
 };
 
 ShmExchange::ShmExchange(const WorkspaceConfig& config, int rank, double timeout_s)
-    : config_(config), layout_(config), rank_(rank), owner_pid_(getpid()), timeout_s_(timeout_s) {}
-
-ShmExchange::~ShmExchange() {
-    if (!segments_.empty() && getpid() == owner_pid_) header(rank_).state.store(SegmentState::kDestroyed, std::memory_order_release);
+    : config_(config), layout_(config), rank_(rank), timeout_s_(timeout_s), peers_(config.num_ranks, rank, layout_.total_bytes()) {
+    auto* header = new (base(rank)) SegmentHeader{};
+    header->magic = kSegmentMagic;
+    header->rank = rank;
+    header->state.store(SegmentState::kAlive, std::memory_order_release);
 }
 
-void ShmExchange::connect(std::vector<std::byte*> segments, const std::vector<int>& pids) {
-    segments_ = std::move(segments);
-    processes_.clear();
-    std::transform(pids.begin(), pids.end(), std::back_inserter(processes_), running);
+ShmExchange::~ShmExchange() {
+    if (peers_.is_owner()) header(rank_).state.store(SegmentState::kDestroyed, std::memory_order_release);
+}
+
+void ShmExchange::connect(const std::vector<std::string>& paths, const std::vector<int>& pids) {
+    peers_.connect(paths, pids);
+    for (int rank = 0; rank < config_.num_ranks; ++rank)
+        if (header(rank).magic != kSegmentMagic || header(rank).rank != rank) throw_foreign_segment(paths[rank], rank);
 }
 
 // ---- entering a call ----
 
 Entry& ShmExchange::begin_entry(const Signature& signature) {
-    check_owner(owner_pid_);
+    peers_.check_owner();
     ++sequence_;
     Entry& own_entry = entry(rank_);
     own_entry.sequence.store(0);  // so that late readers of the old entry notice
@@ -138,7 +151,7 @@ bool ShmExchange::suspect(const Lack& lack) {
     const SegmentHeader& theirs = header(lack.peer);
     if (theirs.state.load(std::memory_order_acquire) == SegmentState::kDestroyed) return true;
     if (theirs.entered.load(std::memory_order_acquire) > sequence_) return true;
-    if (processes_[lack.peer].is_gone()) return true;
+    if (peers_.is_gone(lack.peer)) return true;
     // A peer that only waits for another rank is not to blame, but the failure that it has found can be passed on.
     for (int peer = 0; peer < config_.num_ranks; ++peer)
         if (header(peer).failure.sequence.load(std::memory_order_acquire) == sequence_) return true;
@@ -192,14 +205,10 @@ void ShmExchange::fail(const Lack& lack) {
         failure.seen = lack.seen;
         copy_text(failure.phase, sizeof(failure.phase), lack.phase);
     });
-    const Process& process = processes_[lack.peer];
-    const bool is_gone = process.is_gone();
-    char waited[64];
-    std::snprintf(waited, sizeof(waited), "nothing came for %g s", timeout_s_);
-    const std::string why = is_gone ? "its process " + std::to_string(process.pid) + " is gone" : waited;
+    const std::string why = peers_.why_silent(lack.peer, timeout_s_);
     throw TimeoutError("rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ": rank " + std::to_string(lack.peer) +
                            " did not deliver, " + why + "; phase '" + lack.phase + "', expected " + std::to_string(lack.expected) +
-                           ", seen " + std::to_string(lack.seen) + (is_gone ? "" : kIfSlow),
+                           ", seen " + std::to_string(lack.seen) + peers_.advice(lack.peer),
                        lack.peer, lack.phase, lack.expected, lack.seen);
 }
 
@@ -276,7 +285,7 @@ std::vector<int64_t> ShmExchange::plan(const Signature& signature, const int32_t
 
 void ShmExchange::dispatch(const DispatchParams& params) {
     const Call call(*this);
-    check_owner(owner_pid_);
+    peers_.check_owner();
     run_channels(params);
 }
 

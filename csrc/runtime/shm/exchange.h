@@ -13,7 +13,7 @@
 #include "cpu/workspace.h"
 #include "cpu/combine.h"
 #include "cpu/dispatch.h"
-#include "runtime/process.h"
+#include "runtime/shm/peers.h"
 
 namespace deepep_moe {
 
@@ -23,10 +23,12 @@ public:
     ~ShmExchange() override;
 
     size_t workspace_bytes() const { return layout_.total_bytes(); }
-    // Call it before any call, and again between calls, with the segments of all ranks, mapped here, and their processes. The segments must
-    // outlive this.
-    void connect(std::vector<std::byte*> segments, const std::vector<int>& pids);
-    size_t rings_offset() const { return layout_.rings_offset(); }  // from here on a segment has rows, which need not last between calls
+    std::string path() const { return peers_.path(); }
+    // Connect to the segments at `paths[r]` of the processes `pids[r]`. Once all ranks are connected, call `seal`.
+    void connect(const std::vector<std::string>& paths, const std::vector<int>& pids);
+    void seal() { peers_.seal(); }
+    // Return the memory of rows to the system, between calls. The next call takes it again. Returns its bytes.
+    int64_t free() const { return peers_.give_back(layout_.rings_offset(), layout_.total_bytes() - layout_.rings_offset()); }
 
     // A dispatch has two halves: `plan` exchanges the counts, the caller allocates, `dispatch` moves the rows. Each rank has
     // WorkspaceLayout::num_counts counts, and `all_counts` gets those of all ranks. Returns num_recv_rows of all ranks.
@@ -56,7 +58,7 @@ private:
     SegmentHeader& header(int rank) const { return *reinterpret_cast<SegmentHeader*>(base(rank)); }
     Entry& entry(int rank) const { return *reinterpret_cast<Entry*>(base(rank) + layout_.entry(sequence_)); }
     int32_t* counts(int rank) const { return reinterpret_cast<int32_t*>(base(rank) + layout_.counts(sequence_)); }
-    std::byte* base(int rank) const { return segments_[rank]; }
+    std::byte* base(int rank) const { return peers_.memory(rank); }
     Ring ring(int owner, int source, int channel) const;
     Channel channel(int index);
     template <class Params>
@@ -77,15 +79,14 @@ private:
 
     const WorkspaceConfig config_;
     const WorkspaceLayout layout_;
-    const int rank_, owner_pid_;
+    const int rank_;
     const double timeout_s_;
     std::atomic<uint64_t> sequence_ = 0;  // number of the last call; any thread may ask for it
     std::atomic<bool> busy_ = false;      // a thread is in a call
     std::mutex failing_;                  // several channels may fail at once
     std::exception_ptr stopped_;          // exception of `poll_` in this call, on one of its threads
     std::function<void()> poll_;
-    std::vector<std::byte*> segments_;
-    std::vector<Process> processes_;
+    HostPeers peers_;
 };
 
 }  // namespace deepep_moe

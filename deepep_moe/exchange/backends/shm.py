@@ -20,7 +20,6 @@ from deepep_moe.exchange.backends.base import (
     new_handle,
 )
 from deepep_moe.exchange.handle import DispatchHandle, padded
-from deepep_moe.group.host_peers import HostPeers
 from deepep_moe.group.settings import Settings
 from deepep_moe.host_pool import HostPool
 from deepep_moe.ops.lanes import count_lanes
@@ -46,27 +45,24 @@ class ShmBackend(Backend):
         self.capabilities = Capabilities(device_types=("cpu",), moves_on_thread=True, num_channels=num_channels)
         self._exchange = _C.ShmExchange(ranks_per_node=settings.ranks_per_node, num_channels=num_channels, **settings.native)
         self.workspace_bytes: int = self._exchange.workspace_bytes
-        self._peers = HostPeers(settings.rank, self.workspace_bytes)
         self._pool = HostPool()
 
     def address(self) -> tuple[str, int]:
         """Return what peers need to open this rank's shared memory: its path and this process's id."""
-        return self._peers.path, os.getpid()
+        return self._exchange.path, os.getpid()
 
     def connect(self, addresses: list[tuple[str, int]]) -> None:
         """Map the shared memory of all ranks; `addresses` by rank. Raises OSError or ValueError where one cannot be opened."""
-        pids = [pid for _, pid in addresses]
-        self._peers.connect([path for path, _ in addresses], pids)
-        self._exchange.connect([self._peers.memory(rank) for rank in range(self.settings.num_ranks)], pids)
+        self._exchange.connect([path for path, _ in addresses], [pid for _, pid in addresses])
 
     def seal(self) -> None:
         """Remove the name of this rank's shared memory once all ranks are connected, so that nobody else can open it."""
-        self._peers.seal()
+        self._exchange.seal()
 
     def free(self) -> int:
         """Give back the pages of rows, and of results that nobody uses. The words by which calls stay in step remain."""
         self._pool.trim()
-        return self._peers.give_back(self._exchange.rings_offset, self.workspace_bytes)
+        return self._exchange.free()
 
     @property
     def num_calls(self) -> int:
@@ -110,7 +106,7 @@ class ShmBackend(Backend):
         self._exchange.abandon(message)
 
     def destroy(self) -> None:
-        del self._exchange, self._peers  # tells the peers, unmaps
+        del self._exchange  # tells the peers, unmaps
         self._pool.trim()
 
     def _own_counts(self, topk_idx: Tensor) -> Tensor:
