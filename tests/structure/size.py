@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh")
 LIMITS = {
-    "lines of deepep_moe, csrc and integrations": 43_050,
+    "lines of deepep_moe, csrc and integrations": 42_900,
     "lines of benchmarks": 4_500,
     "lines of tests": 30_250,
     "words of docs and README": 48_460,
