@@ -2,7 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,9 +230,13 @@ class _Counted:
             self.rank, self.first_rank = dist.get_rank(group), dist.get_global_rank(group or dist.group.WORLD, 0)  # type: ignore[arg-type]
 
 
+_followers: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[LayerMetrics]]" = weakref.WeakKeyDictionary()
+"""What each layer of ours adds to, while its `Metrics` lives. A copy of a layer is followed by none."""
+
+
 def _follow(module: Any) -> _Counted | None:
     """Return a layer of ours, which is counted from now on, or None."""
-    if not hasattr(type(module), "deepep_moe_metrics"):  # not that of a wrapper, which may pass on what its module has
+    if not hasattr(type(module), "deepep_moe_is_counted"):  # not of the object: a wrapper may pass on what its module has
         return None
     if isinstance(buffer := getattr(module, "buffer", None), Buffer):
         counted = _Counted(module, buffer._group, buffer.num_ranks, buffer.num_local_experts)
@@ -239,27 +244,27 @@ def _follow(module: Any) -> _Counted | None:
         raise ValueError(f"a {type(module).__name__} has no expert-parallel group yet; make Metrics after deepspeed.initialize")
     else:
         counted = _Counted(module, module.ep_group, module.ep_size, module.num_local_experts)
-    module.deepep_moe_metrics = (*module.deepep_moe_metrics, counted.metrics)  # the layer adds to it
+    _followers.setdefault(module, weakref.WeakSet()).add(counted.metrics)
     return counted
 
 
 def metrics_of(layer: Any) -> list[LayerMetrics]:
     """Return what the present forward of a layer adds to: nothing without `Metrics`, and where it does not count."""
-    return [metrics for metrics in layer.deepep_moe_metrics if metrics.counts(layer)]
+    return [metrics for metrics in _followers.get(layer, ()) if metrics.counts(layer)]
 
 
-def timed(layer: Any, device: torch.device) -> contextlib.ExitStack:
-    """Time one of the two calls of a layer's forward, from now to the end of the context that is returned."""
+def timed(layer: Any, rows: Tensor) -> contextlib.ExitStack:
+    """Time one of the two calls of a layer's forward, from now to the end of the context that is returned, on the device of its rows."""
     times = contextlib.ExitStack()
     for metrics in metrics_of(layer):
-        times.enter_context(metrics.timed(device))
+        times.enter_context(metrics.timed(rows.device))
     return times
 
 
-def count_rows(layer: Any, rows_per_expert: Tensor) -> None:
+def count_rows(layer: Any, rows_per_expert: Callable[[], Tensor]) -> None:
     """Count the rows that the experts of this rank got in a layer's forward."""
     for metrics in metrics_of(layer):
-        metrics.count(rows_per_expert)
+        metrics.count(rows_per_expert())
 
 
 def count_repeat(layer: Any) -> None:

@@ -260,9 +260,9 @@ class MoELayer(RankExperts):
         guesses = guesses and not (planned is not None and planned.is_whole)
         how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": GUESS if guesses else bound}
         how |= {"fp8": self.fp8, "layer": self._layer}
-        with timed(self, rows.device):
+        with timed(self, rows):
             out = self.buffer.dispatch(rows, topk_idx, topk_weights, **how)
-        count_rows(self, out.handle.num_rows_per_expert)
+        count_rows(self, lambda: out.handle.num_rows_per_expert)
         return rows, out, planned
 
     def _run_both(
@@ -281,7 +281,7 @@ class MoELayer(RankExperts):
         if planned is not None:
             y = planned.end(y, out.handle)
         weights = None if self.fp8 else out.recv_topk_weights
-        with timed(self, y.device):
+        with timed(self, y):
             combined: Tensor = self.buffer.combine(y, out.handle, weights, bias=shared, fp8=self.fp8)
         return combined
 

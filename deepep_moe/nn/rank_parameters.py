@@ -21,7 +21,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.exchange.buffer import Buffer
-from deepep_moe.nn.metrics import LayerMetrics
 
 # Names that DistributedDataParallel sees where a model of these libraries stands around the one that was marked.
 _PREFIXES = ("", "_orig_mod.", "base_model.model.", "_orig_mod.base_model.model.", "base_model.model._orig_mod.")
@@ -33,7 +32,8 @@ class RankExperts(nn.Module):
 
     buffer: Buffer
     experts: nn.Module
-    deepep_moe_metrics: tuple[LayerMetrics, ...] = ()
+    deepep_moe_is_counted = True
+    """`deepep_moe.nn.Metrics` can follow the layer."""
     is_marked = False
     """True once `mark_experts` has marked the layer."""
 

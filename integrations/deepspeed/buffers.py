@@ -21,7 +21,6 @@ from deepep_moe.integrations.common.registry import BufferRegistry
 from deepep_moe.integrations.common.warn_once import say_on
 from deepep_moe.integrations.deepspeed.options import Layer, Options
 from deepep_moe.nn.balance import Copies
-from deepep_moe.nn.metrics import LayerMetrics
 
 _OPTION = 'num_max_tokens_per_rank, an argument of replace_moe_layers and a key of "deepep_moe" in ds_config,'
 
@@ -58,8 +57,8 @@ class Swapped:
     deepep_moe_plan: Plan
     deepep_moe_number: int = 0
     """`layer` of its dispatches."""
-    deepep_moe_metrics: tuple[LayerMetrics, ...] = ()
-    """The counts of this layer for `deepep_moe.nn.Metrics`."""
+    deepep_moe_is_counted = True
+    """`deepep_moe.nn.Metrics` can follow the layer."""
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copy of a layer, whose plan is a copy too."""

@@ -60,7 +60,7 @@ class SpreadExperts(RankExperts):
         if settled is not out:
             count_repeat(self)
             y = notify_peers_on_failure(self.buffer, self._run_experts, settled)
-        with timed(self, y.device):
+        with timed(self, y):
             combined: Tensor = self.buffer.combine(y, settled.handle, settled.recv_topk_weights)
         return combined.view(hidden_states.shape)
 
@@ -73,9 +73,9 @@ class SpreadExperts(RankExperts):
                 f"hidden_states has {len(rows)} tokens, more than num_max_tokens_per_rank, which is {most}; pass a larger number to "
                 "spread_experts(model, num_max_tokens_per_rank=...)"
             )
-        with timed(self, rows.device):
+        with timed(self, rows):
             out = self.buffer.dispatch(rows, top_k_index, top_k_weights.float(), num_recv_rows=GUESS, layer=self._layer)
-        count_rows(self, out.handle.num_rows_per_expert)
+        count_rows(self, lambda: out.handle.num_rows_per_expert)
         return out
 
     def _run_experts(self, out: DispatchOutput) -> Tensor:

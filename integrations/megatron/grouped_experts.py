@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -105,7 +106,7 @@ class GroupedMLP(SequentialMLP):
         self._is_te, self.takes_fp8_rows = is_te, fp8
         self.kept_weights = KeptWeights()
         self.__dict__["_frame"] = self._modules.pop("local_experts")
-        self.linear_fc1, self.linear_fc2 = (_Stacked([getattr(expert, name) for expert in self._frame]) for name in _LAYERS)
+        self.linear_fc1, self.linear_fc2 = (_Stacked([getattr(expert, name) for expert in self._frame], config) for name in _LAYERS)
         if draws:
             self._draw_as_te()
         # The order in which the class whose place this one takes has parameters: expert by expert, or layer by layer.
@@ -284,9 +285,11 @@ class _Stacked(torch.nn.Module):
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
 
-    def __init__(self, linears: list[Any]):
+    def __init__(self, linears: list[Any], config: Config):
         super().__init__()
         self._hooks: list[Callable[[], None]] = []
+        # It is on by default, and must be off without apex, which this product does not need.
+        self._fuses = bool(config.gradient_accumulation_fusion) or not layers._grad_accum_fusion_available
         self._noting = 0  # the id of the weight that `_note_main_grad` is a hook of
         for kind in _KINDS:
             self.register_parameter(kind, _stack([linear._parameters.get(kind) for linear in linears]))
@@ -307,10 +310,11 @@ class _Stacked(torch.nn.Module):
     @property
     def main_grad(self) -> Tensor | None:
         """Return the tensor to which backwards add the weight's gradient: that of Megatron's DDP, which asks `grad_added_to_main_grad`
-        before it adds `grad` itself. None: they make `grad`, as without DDP. Megatron's FSDP, whose parameters have `get_main_grad`, gets
-        `grad` too."""
-        asks = hasattr(self.weight, "grad_added_to_main_grad") and not hasattr(self.weight, "get_main_grad")
-        return getattr(self.weight, "main_grad", None) if asks else None
+        before it adds `grad` itself. None: they make `grad`, as without DDP, for Megatron's FSDP, whose parameters have `get_main_grad`
+        or a `main_grad` of their class (0.13), and without `gradient_accumulation_fusion` where apex would serve it."""
+        attributes = vars(self.weight)
+        asks = self._fuses and "grad_added_to_main_grad" in attributes and "get_main_grad" not in attributes
+        return attributes.get("main_grad") if asks else None
 
     def _note_main_grad(self, grad: Tensor | None) -> None:
         """Tell Megatron's DDP, before `grad` reaches the weight, that its values mean nothing. None is a delayed gradient."""
@@ -324,7 +328,7 @@ class _Stacked(torch.nn.Module):
     def add_delayed(self, compute: WeightGradient) -> None:
         """Add a delayed gradient of the weight where the next step looks for it."""
         weight: Any = self.weight
-        main_grad = self.main_grad if self._hooks else getattr(weight, "main_grad", None)  # without hooks DDP does not know of the delay
+        main_grad = self.main_grad if self._hooks else vars(weight).get("main_grad")  # without hooks DDP does not know of the delay
         grad = compute(main_grad)
         if main_grad is None:
             weight.grad = grad if weight.grad is None else weight.grad + grad
@@ -403,7 +407,7 @@ def _why_not_trained() -> str | None:
     arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     if (optimizer := getattr(arguments, "optimizer", None) or "adam") not in ("adam", "sgd"):
         return f"--optimizer is {optimizer!r}, which may tell matrices from parameters of three dimensions"
-    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+    for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"):  # the second of 0.13
         if getattr(arguments, name, False):
             return f"--{name.replace('_', '-')} is given, with which grouped experts are not tested"
     return None

@@ -1,6 +1,7 @@
 """Metrics of MoE layers and the files that they go to."""
 
 import copy
+import gc
 import glob
 import json
 import sys
@@ -18,7 +19,7 @@ from on_ranks import on_ranks
 from torch.utils.checkpoint import checkpoint
 
 from deepep_moe.nn import EventFile, GroupedExperts, JsonLines, Metrics, MoELayer, Router, SwiGLU, writers
-from deepep_moe.nn.metrics import LayerMetrics
+from deepep_moe.nn.metrics import LayerMetrics, metrics_of
 from deepep_moe.nn.overload import NUM_CALLS, _by_layer, overloads
 from deepep_moe.nn.writers import RoutingTrace
 
@@ -106,6 +107,16 @@ def test_a_copy_of_a_layer_counts_anew():
     metrics._events.append((event, event))
     copied = copy.deepcopy(metrics)
     assert copied.counts(torch.nn.Linear(2, 2).eval()) and copied.take()[0].tolist() == [0, 0]
+
+
+def test_dropped_metrics_follow_no_more():
+    model = layers(1)
+    kept, dropped = Metrics(model), Metrics(model)
+    own, other = (counted.metrics for counted in (kept._layers[0], dropped._layers[0]))
+    assert {*metrics_of(model[0])} == {own, other}
+    del dropped, other
+    gc.collect()
+    assert metrics_of(model[0]) == [own]
 
 
 def test_what_cannot_be_followed():

@@ -105,7 +105,7 @@ class PackedAutoEPMoELayer(Swapped, AutoEPMoELayer):
         idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
         send = methodcaller("dispatch", x, idx, topk_weights, layer=self.deepep_moe_number)
         buffer, out = ready(self.ep_group, x, plan).dispatch(num_tokens, send)
-        count_rows(self, out.handle.num_rows_per_expert)
+        count_rows(self, lambda: out.handle.num_rows_per_expert)
         return buffer, out
 
     def _run_experts(self, rows: Tensor, out: DispatchOutput) -> Tensor:

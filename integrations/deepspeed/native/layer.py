@@ -162,11 +162,11 @@ class PackedMOELayer(Swapped, MOELayer):
         def send(buffer: Buffer) -> tuple[tuple[Tensor, ...], Tensor | None, DispatchHandle]:
             return dispatch_by_expert(buffer, x, idx, topk_weights, (1, 1), source_weights, self.deepep_moe_number)
 
-        with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
+        with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall", x):
             buffer, (parts, recv_topk_weights, handle) = growing.dispatch(x.shape[0], send)
-        count_rows(self, handle.num_rows_per_expert)
+        count_rows(self, lambda: handle.num_rows_per_expert)
         outputs = notify_peers_on_failure(buffer, self._run_experts, parts)
-        with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
+        with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall", x):
             return combine_by_expert(buffer, outputs, recv_topk_weights, handle, source_weights)
 
     def _exchange_joined(
@@ -191,7 +191,7 @@ class PackedMOELayer(Swapped, MOELayer):
             number = self.deepep_moe_number
             return buffer.dispatch(x, idx, topk_weights, expert_alignment=alignment, num_recv_rows=bound, fp8=fp8, layer=number)
 
-        with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
+        with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall", x):
             buffer, out = growing.dispatch(len(x), send)
         outputs = notify_peers_on_failure(buffer, self._run_joined, weights, out, planned)
         if out.handle.is_late:
@@ -201,8 +201,8 @@ class PackedMOELayer(Swapped, MOELayer):
                 count_repeat(self)
         if planned is not None:
             outputs = notify_peers_on_failure(buffer, planned.end, outputs, out.handle)
-        count_rows(self, out.handle.num_rows_per_expert if planned is None else planned.copies.rows_of_experts())
-        with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
+        count_rows(self, lambda: out.handle.num_rows_per_expert if planned is None else planned.copies.rows_of_experts())
+        with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall", x):
             combined: Tensor = buffer.combine(outputs, out.handle, None if fp8 else out.recv_topk_weights, fp8=fp8)
             return combined
 
@@ -252,12 +252,12 @@ class PackedMOELayer(Swapped, MOELayer):
         warn_once(f"experts of a MoE layer run one by one, without grouped products: {weights}", on_all_ranks=True)
         return None
 
-    def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[object]:
+    def _timed(self, timer: str, attribute: str, rows: Tensor | None = None) -> contextlib.AbstractContextManager[object]:
         """Write the milliseconds of a block to `attribute`, where the engine reads them, under `wall_clock_breakdown`. Else time the parts
-        of the exchange for metrics."""
+        of the exchange, which have `rows`, for metrics."""
         if self.wall_clock_breakdown:
             return self._timing(timer, attribute)
-        return contextlib.nullcontext() if timer == MOE_TIMER else timed(self, self.gate.wg.weight.device)
+        return contextlib.nullcontext() if rows is None else timed(self, rows)
 
     @contextlib.contextmanager
     def _timing(self, timer: str, attribute: str) -> Iterator[None]:

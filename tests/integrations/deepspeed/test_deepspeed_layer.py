@@ -80,7 +80,7 @@ def test_metrics(rank):
         layer(x)
         assert serving.take()[0].rows_per_expert == [0, 0, 0, 5], options
         restore_moe_layers(layer)
-        assert not hasattr(layer.deepspeed_moe, "deepep_moe_metrics")
+        assert not hasattr(layer.deepspeed_moe, "deepep_moe_is_counted")
     with pytest.raises(ValueError, match="has no MoE layer of deepep_moe"):
         Metrics(layer)
     layer = make_moe(4, with_groups=False)

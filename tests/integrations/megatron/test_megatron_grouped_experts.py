@@ -6,6 +6,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from deepep_moe.integrations.megatron.config_switches import selection
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
 from deepep_moe.integrations.megatron.grouped_experts import GroupedMLP, whose_experts
@@ -281,9 +283,10 @@ ALONE = {"moe_shared_expert_intermediate_size": None}  # shared experts would ne
 @pytest.mark.parametrize("delays", (False, True), ids=("at once", "delayed"))
 @on_megatron(1, experts="own")
 def test_gradients_are_added_to_main_grad(rank: int, num_ranks: int, sizes: dict[str, int], delays: bool) -> None:
-    """Whatever `gradient_accumulation_fusion` says, which is off where apex is missing."""
-    for changes in ({}, BF16, expert_biases(), ACTIVATION_RECOMPUTED):
-        fused, plain = (layer_of(sizes, late={"delay_wgrad_compute": late}, **(changes | ALONE)).experts for late in (delays, False))
+    """Where apex is missing they are so without `gradient_accumulation_fusion` too, which cannot be on there."""
+    for fuses, changes in ((True, {}), (False, BF16), (True, expert_biases()), (False, ACTIVATION_RECOMPUTED)):
+        late = {"gradient_accumulation_fusion": fuses, "delay_wgrad_compute": delays}
+        fused, plain = (layer_of(sizes, late=changed, **(changes | ALONE)).experts for changed in (late, {}))
         batch = inputs(plain.config, COUNTS)
         run(plain, *batch)
         weights = [linear.weight for linear in (fused.linear_fc1, fused.linear_fc2)]
@@ -307,18 +310,25 @@ def test_gradients_are_added_to_main_grad(rank: int, num_ranks: int, sizes: dict
 
 @on_megatron(1, experts="own")
 def test_gradients_without_main_grad(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """Gradients are in `grad` for a wrapper that makes `main_grad` later, and for one that does not ask whether they were added there."""
+    """Gradients are in `grad` for wrappers whose `main_grad` is made later, or which do not ask whether they were added there, and where
+    somebody who has apex leaves `gradient_accumulation_fusion` off."""
     plain = layer_of(sizes, late={"gradient_accumulation_fusion": True}, **ALONE).experts
     batch = inputs(plain.config, COUNTS)
     run(plain, *batch)
-    for name in ("get_main_grad", "another"):
-        wrapped = layer_of(sizes, **ALONE).experts
-        weights = [linear.weight for linear in (wrapped.linear_fc1, wrapped.linear_fc2)]
-        for weight in weights:
-            weight.main_grad = torch.full(weight.shape, torch.nan)
-            if name == "get_main_grad":
-                weight.get_main_grad, weight.grad_added_to_main_grad = lambda: None, False
-        run(wrapped, *batch)
+    for name in ("get_main_grad", "of the class", "does not ask", "off"):
+        with mock.patch.object(layers, "_grad_accum_fusion_available", name == "off"), contextlib.ExitStack() as undo:
+            wrapped = layer_of(sizes, **ALONE).experts
+            weights = [linear.weight for linear in (wrapped.linear_fc1, wrapped.linear_fc2)]
+            if name == "of the class":
+                undo.enter_context(mock.patch.object(torch.nn.Parameter, "main_grad", torch.full((), torch.nan), create=True))
+            for weight in weights:
+                if name != "of the class":
+                    weight.main_grad = torch.full(weight.shape, torch.nan)
+                if name != "does not ask":
+                    weight.grad_added_to_main_grad = False
+                if name == "get_main_grad":
+                    weight.get_main_grad = lambda: None
+            run(wrapped, *batch)
         assert_same(by_name(wrapped, gradients=True), by_name(plain, gradients=True), name)
         assert not any(getattr(weight, "grad_added_to_main_grad", False) for weight in weights)
 
