@@ -3,15 +3,14 @@
 import argparse
 import importlib
 import importlib.metadata
+from collections.abc import Iterable
 from typing import Any
 
 from deepep_moe.errors import BackendUnavailableError
 
-PEERS = ("deep_ep", "deep_ep_v2", "drop_in", "drop_in_v2")
-"""The names that `--peer` takes. The drop-in is DeepEP's interface on deepep_moe, as programs written for DeepEP call it."""
 
-
-def add_peer(parser: argparse.ArgumentParser, names: tuple[str, ...] = PEERS) -> None:
+def add_peer(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """Add `--peer`. The drop-in is DeepEP's interface on deepep_moe, as programs written for DeepEP call it."""
     helped = "another library to time in the same run, if it is installed, or DeepEP's interface on deepep_moe (drop_in); may be repeated"
     parser.add_argument("--peer", choices=names, action="append", default=[], help=helped)
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-rail-sms", type=int, help="SMs that send to other nodes, with nvshmem; default the buffer's own choice")
     parser.add_argument("--num-sms", type=int, nargs="+", help=_NUM_SMS_HELP)
     parser.add_argument("--sweep", action="store_true", help=f"also {' '.join(map(str, SWEEP))} SMs at {SWEPT_TOKENS} tokens")
-    add_peer(parser)
+    add_peer(parser, KINDS)
 
 
 def resolve(options: argparse.Namespace) -> None:
@@ -101,9 +101,13 @@ class ExchangeRank(BenchRank):
         if peer is None:
             return []
         self.say(f"{what}, version {peer.version}")
-        for o in self.agreed(what, partial(peer.operations, inputs)) or []:
-            time = partial(self._time, o, num_tokens, rows, baselines, None, peer.version)
-            records.append(self.agreed(f"{o.name}, {num_tokens} tokens", time))
+        for layout in peer.layouts:
+            listed = self.agreed(what, partial(peer.operations, inputs, layout))
+            if listed is None:
+                break
+            for o in listed:
+                time = partial(self._time, o, num_tokens, rows, baselines, None, peer.version)
+                records.append(self.agreed(f"{o.name}, {num_tokens} tokens", time))
         self.timer.synchronize()
         self.agreed(f"the end of {what}", peer.destroy)
         return [entry for entry in records if entry is not None]

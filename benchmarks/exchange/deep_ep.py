@@ -20,6 +20,7 @@ BF16, FP8 = "bfloat16", "float8_e4m3fn"
 class Library:
     """The parts that both generations share. `name` is that of the peer, of which the drop-in has two."""
 
+    layouts: tuple[str, ...] = ("rank",)
     buffer: Any
 
     def __init__(self, name: str, shape: Shape):
@@ -35,8 +36,8 @@ class Library:
     def listed(
         self, inputs: Inputs, layout: str, dispatch: Callable[[Any], Any], cached: Callable[[Any], Any], handle_at: int,
         num_sms: int | None = None,
-    ) -> tuple[list[Operation], Callable[[], None]]:  # fmt: skip
-        """Return the calls, and a check of the sums of what they brought, which raises EPError. Collective; the check is not.
+    ) -> list[Operation]:  # fmt: skip
+        """Return the calls of one layout, after a check of the sums of what they brought. Collective; raises EPError.
 
         `dispatch` takes rows, `cached` a handle, which stands at `handle_at` of what `dispatch` returns.
         """
@@ -49,14 +50,11 @@ class Library:
         brought = {"dispatch": rows, "cached dispatch": calls["cached dispatch", BF16]()[0]}
         sums = {what: combine(rows, handle)[0] for what, rows in brought.items()}
         sums["fp8 dispatch"] = combine(dequantized(received[FP8][0]), received[FP8][handle_at])[0]
-
-        def check() -> None:
-            for what, actual in sums.items():
-                sent = dequantized_inputs(inputs) if what.startswith("fp8") else inputs
-                close_to(f"the combine of its {what}, layout {layout},", actual, self.expected_combine(sent, layout))
-
+        for what, actual in sums.items():  # last, as it may raise on one rank alone
+            sent = dequantized_inputs(inputs) if what.startswith("fp8") else inputs
+            close_to(f"the combine of its {what}, layout {layout},", actual, self.expected_combine(sent, layout))
         num_sms = getattr(handle, "num_sms", None) if num_sms is None else num_sms
-        return [Operation(op, t, layout, self.shape.row_bytes(t), call, num_sms, self.name) for (op, t), call in calls.items()], check
+        return [Operation(op, t, layout, self.shape.row_bytes(t), call, num_sms, self.name) for (op, t), call in calls.items()]
 
     def expected_combine(self, inputs: Inputs, layout: str) -> Tensor:
         """Return the sums of a combine, which weights no row."""
@@ -83,16 +81,14 @@ class DeepEP(Library):
             topk_weights=topk_weights, config=self.config,
         )  # fmt: skip
 
-    def operations(self, inputs: Inputs) -> list[Operation]:
+    def operations(self, inputs: Inputs, layout: str) -> list[Operation]:
         """Return its calls, after a check that they do the same work. Collective; raises EPError."""
         arguments = inputs.topk_idx.to(topk_dtype(self.module)), inputs.topk_weights
 
         def cached(handle: Any) -> Any:
             return self.buffer.dispatch(inputs.x, handle=handle, config=self.config)
 
-        operations, check = self.listed(inputs, "rank", lambda x: self._dispatch(x, *arguments), cached, 4, _NUM_SMS)
-        check()
-        return operations
+        return self.listed(inputs, layout, lambda x: self._dispatch(x, *arguments), cached, 4, _NUM_SMS)
 
 
 class DeepEPV2(Library):
@@ -102,21 +98,16 @@ class DeepEPV2(Library):
     leaves the padding as it is. Its combine applies no weights in either layout, so it has less to do than ours of the expert layout.
     """
 
+    layouts = ("rank", "expert")
+
     def __init__(self, name: str, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int):
         """Collective. The buffer's size is that for rows in bf16, which rows in fp8 fit in."""
         super().__init__(name, shape)
         sizes = {"num_max_tokens_per_rank": num_max_tokens, "hidden": shape.hidden, "num_topk": shape.num_topk}
         self.buffer = self.module.ElasticBuffer(group, **sizes, use_fp8_dispatch=False, explicitly_destroy=True)
 
-    def operations(self, inputs: Inputs) -> list[Operation]:
-        """Return its calls, after a check that they do the same work. Collective; raises EPError."""
-        by_layout = [self.of_layout(inputs, layout) for layout in ("rank", "expert")]
-        for _, check in by_layout:
-            check()  # last, as it may raise on one rank alone
-        return [operation for operations, _ in by_layout for operation in operations]
-
-    def of_layout(self, inputs: Inputs, layout: str, *, do_cpu_sync: bool | None = None) -> tuple[list[Operation], Callable[[], None]]:
-        """Return the calls of one layout, and a check of their results that raises EPError. Collective; the check is not.
+    def operations(self, inputs: Inputs, layout: str, *, do_cpu_sync: bool | None = None) -> list[Operation]:
+        """Return its calls, after a check that they do the same work. Collective; raises EPError.
 
         If `do_cpu_sync` is False, the host waits for no counts; None is the library's default.
         """

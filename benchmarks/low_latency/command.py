@@ -38,7 +38,7 @@ ITERATIONS = {"cuda": (10_000, 1000), "cpu": (200, 200)}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser, ("nvlink", "shm"), f"{' '.join(map(str, TOKENS['cuda']))}, up to 128 with shm", iterations=None)
     parser.add_argument("--hidden", type=int, help=f"a multiple of 128; default {HIDDEN['cuda']}, with shm {HIDDEN['cpu']}")
-    add_peer(parser, tuple(PEERS))
+    add_peer(parser, PEERS)
     parser.set_defaults(expert_alignment=1)
 
 

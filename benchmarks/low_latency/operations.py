@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.common.verify import compare_bits, in_bf16
 from benchmarks.common.verify import expected_combine as combined
-from benchmarks.common.workload import SCALE_BLOCK, Inputs, Shape
+from benchmarks.common.workload import SCALE_BLOCK, Inputs, Operation, Shape
 from deepep_moe import LowLatencyBuffer, LowLatencyOutput
 from deepep_moe.ops import quantize_fp8
 
@@ -18,21 +18,15 @@ Hook = Callable[[], None]
 _DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
-@dataclass(frozen=True)
-class LowLatencyOperation:
-    """One call, whole and in halves, and what its record says of it."""
+@dataclass(frozen=True, kw_only=True)
+class LowLatencyOperation(Operation):
+    """A call that may be made in halves too. `dtype` is that of the rows that a dispatch returns or a combine takes."""
 
-    op: str  # "dispatch" or "combine"
-    dtype: str  # dtype of the rows that a dispatch returns or a combine takes
     wire: str  # "bf16" or "fp8", in which the rows travel
-    row_bytes: int  # bytes of a row that travel, scales included
-    call: Callable[[], Any]
-    send: Callable[[], tuple[Any, Hook]] | None
-    """The sending half, or None if the call has no halves."""
     check: Callable[[Any], None]
     """It raises EPError unless a result is right: ours to the bit, another library's within its rounding."""
-    layout: str = "expert"
-    backend: str | None = None  # the name of another library; None stands for that of the buffer
+    send: Callable[[], tuple[Any, Hook]] | None = None
+    """The sending half, or None if the call has no halves."""
 
     @property
     def name(self) -> str:
@@ -48,14 +42,13 @@ def operations(buffer: LowLatencyBuffer, shape: Shape, everyone: Sequence[Inputs
     for wire in ("fp8", "bf16"):
         dispatch = partial(buffer.dispatch, *arguments, fp8=wire == "fp8")
         check = partial(_check_dispatch, expected_dispatch(everyone, shape, rank, wire))
-        dtype = _DTYPES[wire]
-        send = partial(_send_dispatch, dispatch)
-        listed.append(LowLatencyOperation("dispatch", dtype, wire, shape.row_bytes(dtype), dispatch, send, check))
+        what = "dispatch", _DTYPES[wire], "expert", shape.row_bytes(_DTYPES[wire])
+        listed.append(LowLatencyOperation(*what, dispatch, wire=wire, check=check, send=partial(_send_dispatch, dispatch)))
     for wire in ("bf16", "fp8"):
         combine = partial(buffer.combine, rows, out.handle, wire="fp8" if wire == "fp8" else None)
         check = partial(compare_bits, "combined_x", expected=expected_combine(mine, shape, wire, rank), source="the reference")
-        send, num_bytes = partial(combine, return_hook=True), shape.row_bytes(_DTYPES[wire])
-        listed.append(LowLatencyOperation("combine", "bfloat16", wire, num_bytes, combine, send, check))
+        what = "combine", "bfloat16", "expert", shape.row_bytes(_DTYPES[wire])
+        listed.append(LowLatencyOperation(*what, combine, wire=wire, check=check, send=partial(combine, return_hook=True)))
     return listed
 
 

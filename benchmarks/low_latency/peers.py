@@ -51,8 +51,8 @@ class DeepEPLowLatency(Library):
 
     def _operation(self, op: str, wire: str, call: Callable[..., Any], check: Callable[[Any], None]) -> LowLatencyOperation:
         dtype = "bfloat16" if wire == "bf16" else FP8
-        send = partial(_in_halves, call)
-        return LowLatencyOperation(op, dtype, wire, self.shape.row_bytes(dtype), call, send, check, backend=self.name)
+        how: dict[str, Any] = {"wire": wire, "check": check, "send": partial(_in_halves, call), "backend": self.name}
+        return LowLatencyOperation(op, dtype, "expert", self.shape.row_bytes(dtype), call, **how)
 
 
 def _rounded(num_tokens: int) -> int:
@@ -98,15 +98,13 @@ class DeepEPV2SmallBatches:
         self.destroy()
         self.sized = self.make(len(mine.x))
         expected = self.sized.expected_combine(mine, "rank")
-        operations, check_all = self.sized.of_layout(mine, "rank", do_cpu_sync=False)
-        check_all()
         listed = []
-        for o in operations:
+        for o in self.sized.operations(mine, "rank", do_cpu_sync=False):
             if o.op in ("dispatch", "combine"):
                 wire = "fp8" if o.dtype == FP8 else "bf16"
                 check = partial(close_to, "its combined_x", expected=expected) if o.op == "combine" else _unchecked
-                what = o.op, o.dtype, wire, o.row_bytes
-                listed.append(LowLatencyOperation(*what, partial(_first, o.call), None, check, layout="rank", backend=self.name))
+                what = o.op, o.dtype, o.layout, o.row_bytes, partial(_first, o.call)
+                listed.append(LowLatencyOperation(*what, wire=wire, check=check, backend=self.name))
         return listed
 
 
@@ -115,7 +113,7 @@ def _first(call: Callable[[], Any]) -> Any:
 
 
 def _unchecked(_result: Any) -> None:
-    """Accept a dispatch, which `of_layout` has checked through a combine."""
+    """Accept a dispatch, which `DeepEPV2.operations` has checked through a combine."""
 
 
 SmallBatches = DeepEPLowLatency | DeepEPV2SmallBatches
