@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +21,16 @@ class Layer(Pass):
 
     def __init__(
         self, run: Callable[[bool | None], Tensor], cotangent: Tensor, leaves: dict[str, Tensor], *, backend: str,
-        which: Callable[[int], bool | None] = lambda number: None, release: Callable[[], None] = lambda: None,
+        release: Callable[[], None], period: int | None = None,
     ):  # fmt: skip
+        """`run` takes whether this is the first micro-batch of `period`. None: there are no micro-batches."""
         super().__init__(self._next, cotangent, leaves)
-        self._run, self._which, self._number = run, which, 0
+        self._run, self._period, self._number = run, period, 0
         self.backend, self._release = backend, release
 
     def _next(self) -> Tensor:
         number, self._number = self._number, self._number + 1
-        return self._run(self._which(number))
+        return self._run(None if self._period is None else number % self._period == 0)
 
     def release(self) -> None:
         """Drop copies of weights, and begin with a first micro-batch."""
@@ -58,13 +60,11 @@ def make_layers(options: argparse.Namespace, rank: int, num_ranks: int, device: 
     x, cotangent = _inputs(options, rank, device)
     leaves = {"input": x} | dict(fp8.named_parameters())
 
-    def layer(module: MoELayer, which: Callable[[int], bool | None] = lambda number: None) -> Layer:
-        return Layer(
-            lambda is_first: module(x, is_first_microbatch=is_first), cotangent, leaves, backend=module.buffer.backend, which=which,
-            release=experts.release_fp8_weights,
-        )  # fmt: skip
+    def layer(module: MoELayer, period: int | None = None) -> Layer:
+        how: dict[str, Any] = {"backend": module.buffer.backend, "release": experts.release_fp8_weights, "period": period}
+        return Layer(lambda is_first: module(x, is_first_microbatch=is_first), cotangent, leaves, **how)
 
-    layers = {BF16: layer(exact), EACH: layer(fp8), SHARED: layer(fp8, lambda number: number % options.micro_batches == 0)}
+    layers = {BF16: layer(exact), EACH: layer(fp8), SHARED: layer(fp8, options.micro_batches)}
     with torch.no_grad():
         topk_idx = router(x)[0]
     return layers, int(is_token_in_rank(topk_idx, num_ranks, num_local_experts).sum())
@@ -85,11 +85,8 @@ def make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: 
     module = megatron_layers.te_fp8_layer(seed=1, ep=num_ranks, dtype=torch.bfloat16, **sizes)
     leaves = {"input": x} | dict(module.named_parameters())
 
-    def layer(which: Callable[[int], bool]) -> Layer:
-        return Layer(
-            lambda is_first: megatron_layers.run_te_layer(module, x, is_first), cotangent.unsqueeze(1), leaves, backend="alltoall",
-            which=which, release=lambda: megatron_layers.release_te_copies(module),
-        )  # fmt: skip
+    def layer(period: int) -> Layer:
+        how: dict[str, Any] = {"backend": "alltoall", "release": partial(megatron_layers.release_te_copies, module), "period": period}
+        return Layer(partial(megatron_layers.run_te_layer, module, x), cotangent.unsqueeze(1), leaves, **how)
 
-    each, shared = layer(lambda number: True), layer(lambda number: number % options.micro_batches == 0)
-    return {f"alltoall, TE {EACH}": each, f"alltoall, TE {SHARED}": shared}
+    return {f"alltoall, TE {EACH}": layer(1), f"alltoall, TE {SHARED}": layer(options.micro_batches)}

@@ -23,7 +23,7 @@ from benchmarks.common.records import hardware_of, write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness, megatron_steps, passes
 from benchmarks.layers.megatron_steps import FLAG, GRAPH, SYNC_FREE, Graphed
-from benchmarks.layers.passes import MeasuredLayer, Pass
+from benchmarks.layers.passes import MeasuredLayer, Pass, Step
 from deepep_moe.testing import run_ranks
 
 OURS, ALONE = "deepep_moe", "rows alone"
@@ -42,7 +42,7 @@ resolve = harness.resolve
 # ---- what is timed ----
 
 
-class Rows:
+class Rows(Step):
     """Sends the rows of `alltoall`, one per (token, expert), there and back in the forward, and again in the backward."""
 
     def __init__(self, x: Tensor, routing_map: Tensor, num_ranks: int):
@@ -56,9 +56,6 @@ class Rows:
         dist.all_to_all_single(self.there, self.here, self.sent, self.received)
 
     backward = forward
-
-    def clear(self) -> None:
-        """Do nothing, as no gradients are kept."""
 
 
 def compare(steps: dict[str, Any]) -> dict[str, dict[str, float]]:

@@ -57,7 +57,7 @@ def by_expert(results: dict[str, Tensor]) -> dict[str, Tensor]:
     return named
 
 
-class Products:
+class Products(Step):
     """The six grouped products of SwiGLU experts with known counts."""
 
     def __init__(self, experts: Any, counts: Tensor, num_rows: int):
@@ -78,9 +78,6 @@ class Products:
         self._ops.weight_gradients(self._x, self._middle, self._groups)
         self._ops.multiply_back(self._inner, self._w1, self._groups)
         self._ops.weight_gradients(self._inner, self._x, self._groups)
-
-    def clear(self) -> None:
-        """Do nothing, as no gradients are kept."""
 
 
 def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: Any) -> dict[str, Any]:
@@ -112,8 +109,8 @@ def pass_of(layer: Any, x: Tensor, cotangent: Tensor) -> Pass:
     return Pass(lambda: layer(x)[0], cotangent, {"input": x} | dict(layer.named_parameters()))
 
 
-class Graphed:
-    """A pass from a CUDA graph, which drops its gradients and makes new ones as an eager pass does.
+class Graphed(Step):
+    """A forward and backward from one CUDA graph, which drops its gradients and makes new ones as an eager pass does.
 
     When the graph is made, no result of another pass may share a leaf with the step. The nodes that add up gradients would belong to that
     pass's stream, and those of the default stream cannot be captured.
@@ -137,12 +134,6 @@ class Graphed:
 
     def forward(self) -> None:
         self._graph.replay()
-
-    def backward(self) -> None:
-        """Do nothing: it is in the graph."""
-
-    def clear(self) -> None:
-        """Do nothing: the graph drops gradients itself."""
 
 
 def time_step(step: Step, device: torch.device, num_passes: int = _CHAIN) -> StepTimes:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ def draw_inputs(rank: int, size: tuple[int, ...], device: torch.device, dtype: t
     return x.requires_grad_(), cotangent
 
 
-class Step(Protocol):
-    """The work that is repeated and timed."""
+class Step:
+    """The work that is repeated and timed. Steps override what there is to do."""
 
-    def clear(self) -> None: ...
+    def clear(self) -> None:
+        """Drop what the run before has left."""
 
     def forward(self) -> None: ...
 
@@ -36,7 +37,7 @@ def chain(step: Step, num_passes: int) -> None:
         step.backward()
 
 
-class Pass:
+class Pass(Step):
     """A forward and a backward that can be repeated. `leaves` are the tensors whose gradients are compared."""
 
     def __init__(self, forward: Callable[[], Tensor], cotangent: Tensor, leaves: dict[str, Tensor]):
@@ -51,7 +52,6 @@ class Pass:
         self._output.backward(self._cotangent)
 
     def clear(self) -> None:
-        """Drop the output and the gradients of the last run."""
         self._output = None
         for leaf in self._leaves.values():
             leaf.grad = None
