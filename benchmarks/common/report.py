@@ -1,4 +1,4 @@
-"""The options and the table that benchmarks share, and what they say of other libraries."""
+"""The table that benchmarks share, and what they say of other libraries."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,18 +34,3 @@ def show_head(records: Sequence[Record]) -> None:
     versions = {r["backend"]: r["versions"][r["backend"]] for r in records if r["backend"] in r["versions"]}
     if versions:
         print("other libraries: " + ", ".join(f"{name} is {version}" for name, version in versions.items()))
-
-
-def show_layers(records: Sequence[Record]) -> None:
-    """Print the table of records of whole layers, and how far results are from those of the baselines."""
-    columns = {
-        "measured": lambda r: r["op"], "us": number("us_median", 0), "p10-p90": spread_of, "host us": number("host_us", 0),
-        "kernels us": number("kernel_us", 0), "peak GB": number("peak_bytes", 2, 1e-9), "baseline us": number("rival_us", 0),
-        "its host": number("rival_host_us", 0), "its kernels": number("rival_kernel_us", 0), "its GB": number("rival_peak_bytes", 2, 1e-9),
-        "speed-up": number("ratio", 2, unit="x"), "baseline": lambda r: r["rival"],
-    }  # fmt: skip
-    least = {"us_kernels": "kernel_us", "rival_us_kernels": "rival_kernel_us"}  # of the rank that waits least, where a benchmark says so
-    show_table(columns, [r | {name: r[of_least] for of_least, name in least.items() if of_least in r} for r in records])
-    print("largest differences, relative to the largest entry:")
-    for r in {(r["op"].rpartition(" ")[0], r["rival"]): r for r in records if r["differences"]}.values():
-        print(f"  {r['op']}, {r['rival']}: " + ", ".join(f"{kind} {value:.1e}" for kind, value in r["differences"].items()))

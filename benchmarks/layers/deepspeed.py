@@ -26,10 +26,9 @@ from torch import Tensor
 
 from benchmarks.common.link import rows_to_others
 from benchmarks.common.records import DTYPES, hardware_of, write_json
-from benchmarks.common.report import show_layers
 from benchmarks.layers import harness
 from benchmarks.layers.megatron_steps import kernel_us, peak_bytes
-from benchmarks.layers.passes import MeasuredLayer, Pass, beyond, differences, draw_inputs, versions_of
+from benchmarks.layers.passes import Key, MeasuredLayer, Pass, beyond, differences, draw_inputs, versions_of
 from deepep_moe.ops.routing import is_token_in_rank
 from deepep_moe.testing import run_ranks
 
@@ -52,10 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), nargs="+")
 
 
-def compare(passes: Mapping[str, Pass]) -> dict[str, dict[str, float]]:
-    """Return the largest difference from DeepSpeed's results, by mode, then by kind of result."""
-    expected = passes[DEEPSPEED].results()
-    return {mode: differences(timed.results(), expected) for mode, timed in passes.items() if mode != DEEPSPEED}
+def compare(passes: Mapping[Key, Pass]) -> dict[Key, dict[str, float]]:
+    """Return the largest difference of each mode from DeepSpeed's results, by kind of result."""
+    expected = {what: timed.results() for (what, kind), timed in passes.items() if kind == DEEPSPEED}
+    compared = {(what, kind): timed for (what, kind), timed in passes.items() if kind != DEEPSPEED}
+    return {(what, mode): differences(timed.results(), expected[what]) for (what, mode), timed in compared.items()}
 
 
 def link_bytes(topk_idx: Tensor, num_local_experts: int, row_bytes: int) -> dict[str, int]:
@@ -82,7 +82,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> MeasuredL
         settings |= {"ep": num_ranks, "num_max_tokens_per_rank": options.num_tokens, "device": device, "dtype": dtype}
         torch.manual_seed(1)
         passes, topk_idx = make_passes(x, cotangent, options.ffn_hidden, settings | {"capacity_factor": CAPACITY_FACTOR})
-        differences = {(what, mode): kinds for what, of_one in passes.items() for mode, kinds in compare(of_one).items()}
+        differences = compare(passes)
         for what, mode in differences:
             if what == "exchange":
                 del differences[what, mode]["gate"]  # as all experts are the same, its gradient is only rounding
@@ -91,15 +91,15 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> MeasuredL
         buffer = all_buffers()[0]
         measured = MeasuredLayer(buffer.backend, hardware, versions, sent, differences)
         if device.type == "cuda":
-            measured.peak_bytes = {("layer", kind): peak_bytes(timed) for kind, timed in passes["layer"].items()}
+            measured.peak_bytes = {key: peak_bytes(timed) for key, timed in passes.items() if key[0] == "layer"}
             measured.workspace_bytes = buffer.memory().held
-        for timed in (timed for of_one in passes.values() for timed in of_one.values()):
+        for timed in passes.values():
             timed.num_layers = options.num_layers
-        measured.times = harness.times_in_turns(passes, device, _WARMUP, options.repeats, options.num_layers)
+        measured.times = harness.in_turns(passes, harness.timer_of(device, options.num_layers), _WARMUP, options.repeats)
         if device.type == "cuda":
             torch.cuda.synchronize()
             dist.barrier()
-            measured.kernel_us = {(what, kind): _kernel_us(timed) for what, of_one in passes.items() for kind, timed in of_one.items()}
+            measured.kernel_us = {key: _kernel_us(timed) for key, timed in passes.items()}
         destroy_all()
         return measured
 
@@ -138,12 +138,6 @@ def records_of(ranks: list[MeasuredLayer], options: argparse.Namespace) -> list[
     return records
 
 
-def show(ranks: list[MeasuredLayer], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    more = f", {options.dtype}, capacity factor {CAPACITY_FACTOR:g}, layers at a time: {options.num_layers}"
-    print(f"\nMoE, {harness.shape_of(options, len(ranks), ranks[0].backend, more)}")
-    show_layers(records)
-
-
 def resolve(options: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the machine. Raises ValueError for options that do not fit."""
     options.device = options.device or ("cuda" if torch.cuda.device_count() else "cpu")
@@ -158,10 +152,9 @@ def main(options: argparse.Namespace) -> None:
     for num_topk, dtype in itertools.product(options.num_topk, options.dtype):
         one = argparse.Namespace(**vars(options) | {"num_topk": num_topk, "dtype": dtype})
         ranks = run_ranks(measure, options.num_ranks, one, timeout_s=LIMIT_S, bind=options.bind)
-        if not records:
-            print(f"{ranks[0].hardware}; {ranks[0].versions}")
         new_records = records_of(ranks, one)
-        show(ranks, new_records, one)
+        more = f"; {dtype}, capacity factor {CAPACITY_FACTOR:g}, layers at a time: {options.num_layers}"
+        harness.show(ranks, new_records, one, more)
         records += new_records
         most = TOLERANCE[dtype]
         wrong += [f"top-{num_topk} {dtype}, {line}, more than rounding ({most:.1e})" for line in beyond(ranks, most)]

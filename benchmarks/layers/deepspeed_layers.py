@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.layers.passes import Pass
+from benchmarks.layers.passes import Key, Pass
 from deepep_moe.integrations.deepspeed.native.routing import ask, route
 from deepep_moe.integrations.deepspeed.plugin import replace_moe_layers
 
@@ -134,18 +134,14 @@ def reseed(device: torch.device) -> None:
         torch.cuda.default_generators[device.index].manual_seed(dist.get_rank())
 
 
-Passes = dict[str, dict[str, LayerPass]]
-"""Passes by what is timed and kind of layer."""
-
-
-def make_passes(x: Tensor, cotangent: Tensor, ffn_hidden: int, settings: dict[str, Any]) -> tuple[Passes, Tensor]:
-    """Return the passes of DeepSpeed's layers, and the experts of tokens, [num_tokens, num_topk]."""
+def make_passes(x: Tensor, cotangent: Tensor, ffn_hidden: int, settings: dict[str, Any]) -> tuple[dict[Key, LayerPass], Tensor]:
+    """Return the passes of DeepSpeed's layers by what is timed and kind of layer, and the experts of tokens, [num_tokens, num_topk]."""
     layers = {
         "exchange": sharing_layers(nn.Identity(), **settings),
         "layer": sharing_layers(feed_forward(settings["hidden"], ffn_hidden), grouped=True, **settings),
     }
-    passes: Passes = {what: {kind: layer_pass(layer, x, cotangent) for kind, layer in of_one.items()} for what, of_one in layers.items()}
-    passes["communication"] = {kind: CommunicationPass(layer, x, cotangent) for kind, layer in layers["exchange"].items()}
+    passes = {(what, kind): layer_pass(layer, x, cotangent) for what, of_one in layers.items() for kind, layer in of_one.items()}
+    passes |= {("communication", kind): CommunicationPass(layer, x, cotangent) for kind, layer in layers["exchange"].items()}
     for parameter in layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters():  # else copies of one
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     into_one_memory(list(layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters()))

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from benchmarks.common.records import hardware_of, write_json
-from benchmarks.common.report import show_layers
 from benchmarks.common.workload import SCALE_BLOCK
 from benchmarks.layers import fp8_layers, harness, megatron_steps
 from benchmarks.layers.fp8_layers import BF16, EACH, SHARED, Layer
@@ -125,17 +124,11 @@ def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[
     return records
 
 
-def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    print(f"{ranks[0].hardware}; {ranks[0].versions}")
-    print(f"MoELayer, {harness.shape_of(options, len(ranks), ranks[0].backend)}")
-    show_layers(records)
-
-
 def main(options: argparse.Namespace) -> None:
     """Print tables and write the records to `--json`. Exit with 1 if copies of weights change results."""
     ranks = run_ranks(measure, options.num_ranks, options, timeout_s=900, bind=options.bind)
     records = records_of(ranks, options)
-    show(ranks, records, options)
+    harness.show(ranks, records, options)
     write_json(options.json, records)
     if wrong := max(rank.num_different for rank in ranks):
         sys.exit(f"{wrong} results differ between forwards that quantize and those that share copies")

@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks of layers: options, times in turns, and records."""
+"""Shared parts of the benchmarks of layers: options, times in turns, records, and the table."""
 
 import argparse
 import gc
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import records
-from benchmarks.common.report import Record
+from benchmarks.common.report import Record, number, show_table, spread_of
 from benchmarks.common.timing import Timer
 from benchmarks.layers.passes import Key, MeasuredLayer, StepTimes, slowest
 
@@ -63,10 +63,8 @@ def device_of(options: argparse.Namespace) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def times_in_turns(
-    passes: dict[str, dict[str, Any]], device: torch.device, warmup: int, repeats: int, num_layers: int = 1
-) -> dict[Key, list[StepTimes]]:
-    """Time passes of `num_layers` layers in turns. Return the times of a layer by what is timed and who does it. Collective."""
+def timer_of(device: torch.device, num_layers: int = 1) -> Callable[[Any], StepTimes]:
+    """Return a function that times a pass of `num_layers` layers on a busy stream, and returns the time of one of them. Collective."""
     timer = Timer(device)
 
     def time(timed: Any) -> StepTimes:
@@ -75,8 +73,7 @@ def times_in_turns(
         timed.clear()
         return StepTimes(us / num_layers)
 
-    flat = {(what, name): timed for what, of_one in passes.items() for name, timed in of_one.items()}
-    return in_turns(flat, time, warmup, repeats)
+    return time
 
 
 def in_turns(timed: Mapping[Key, Any], time: Callable[[Any], StepTimes], warmup: int, repeats: int) -> dict[Key, list[StepTimes]]:
@@ -105,9 +102,26 @@ def record(
     return records.record(op, settings, walls[0], num_bytes, baseline=theirs[1], baseline_times=walls[1], **beside, **extra)
 
 
-def shape_of(options: argparse.Namespace, num_ranks: int, backend: str, more: str = "") -> str:
+def shape_of(options: argparse.Namespace, num_ranks: int, backend: str) -> str:
     """Say the sizes of a layer."""
     return (
         f"EP {num_ranks}, {options.num_tokens} tokens x {options.hidden} a rank, top-{options.num_topk} of {options.num_experts} experts, "
-        f"ffn {options.ffn_hidden}{more}; deepep_moe backend {backend}"
+        f"ffn {options.ffn_hidden}; deepep_moe backend {backend}"
     )
+
+
+def show(ranks: Sequence[MeasuredLayer], records: Sequence[Record], options: argparse.Namespace, more: str = "") -> None:
+    """Print the table of records, and how far results are from those of the baselines. `more` says what else was set."""
+    columns = {
+        "measured": lambda r: r["op"], "us": number("us_median", 0), "p10-p90": spread_of, "host us": number("host_us", 0),
+        "kernels us": number("kernel_us", 0), "peak GB": number("peak_bytes", 2, 1e-9), "baseline us": number("rival_us", 0),
+        "its host": number("rival_host_us", 0), "its kernels": number("rival_kernel_us", 0), "its GB": number("rival_peak_bytes", 2, 1e-9),
+        "speed-up": number("ratio", 2, unit="x"), "baseline": lambda r: r["rival"],
+    }  # fmt: skip
+    print(f"{ranks[0].hardware}; {ranks[0].versions}")
+    print(f"MoELayer, {shape_of(options, len(ranks), ranks[0].backend)}{more}")
+    least = {"us_kernels": "kernel_us", "rival_us_kernels": "rival_kernel_us"}  # of the rank that waits least, where a benchmark says so
+    show_table(columns, [r | {name: r[of_least] for of_least, name in least.items() if of_least in r} for r in records])
+    print("largest differences, relative to the largest entry:")
+    for r in {(r["op"].rpartition(" ")[0], r["rival"]): r for r in records if r["differences"]}.values():
+        print(f"  {r['op']}, {r['rival']}: " + ", ".join(f"{kind} {value:.1e}" for kind, value in r["differences"].items()))

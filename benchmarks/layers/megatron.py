@@ -20,7 +20,6 @@ from torch import Tensor
 
 from benchmarks.common.link import rows_to_others
 from benchmarks.common.records import hardware_of, write_json
-from benchmarks.common.report import show_layers
 from benchmarks.layers import harness, megatron_steps, passes
 from benchmarks.layers.megatron_steps import FLAG, GRAPH, SYNC_FREE, Graphed
 from benchmarks.layers.passes import MeasuredLayer, Pass, Step
@@ -96,7 +95,8 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> MeasuredL
         buffer = layers[OURS].token_dispatcher.buffer
         versions = f"{passes.versions_of('megatron-core')}; {megatron_steps.rivals()}"
         measured = MeasuredLayer(buffer.backend, hardware_of(device, num_ranks), versions, sent, compared)
-        measured.times = harness.times_in_turns({"exchange": exchanges}, device, _WARMUP, options.repeats)
+        alone = {("exchange", name): each for name, each in exchanges.items()}
+        measured.times = harness.in_turns(alone, harness.timer_of(device), _WARMUP, options.repeats)
         if device.type == "cuda":
             measured.peak_bytes = {("layer", name): megatron_steps.peak_bytes(step) for name, step in steps.items()}
             measured.workspace_bytes = buffer.memory().held
@@ -132,21 +132,13 @@ def records_of(ranks: list[MeasuredLayer], options: argparse.Namespace) -> list[
     return records
 
 
-def show(ranks: list[MeasuredLayer], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    first = ranks[0]
-    print(f"{first.hardware}; {first.versions}")
-    permutes = "fused" if megatron_steps.te_version() else "not fused, as TransformerEngine is missing"
-    shape = harness.shape_of(options, len(ranks), first.backend)
-    print(f"MoELayer, {shape}; Megatron-Core's permutes are {permutes}")
-    show_layers(records)
-    print(f"{tolerance(options):.1e} is what rounding explains")
-
-
 def main(options: argparse.Namespace) -> None:
     """Print a table and write the records to `--json`. Exit with 1 if dispatchers disagree."""
     ranks = run_ranks(measure, options.num_ranks, options, timeout_s=900, bind=options.bind)
     records = records_of(ranks, options)
-    show(ranks, records, options)
+    permutes = "fused" if megatron_steps.te_version() else "not fused, as TransformerEngine is missing"
+    harness.show(ranks, records, options, f"; Megatron-Core's permutes are {permutes}")
+    print(f"{tolerance(options):.1e} is what rounding explains")
     write_json(options.json, records)
     wrong = passes.beyond(ranks, tolerance(options))
     if wrong:
