@@ -79,14 +79,10 @@ def record(
 
 
 def command_line() -> str:
-    """Return the command that repeats this measurement."""
-    return f"python benchmarks/run.py {shlex.join(_without_files(sys.argv[1:]))}".rstrip()
-
-
-def _without_files(arguments: list[str]) -> list[str]:
-    """Return the arguments that repeat a measurement, without the file that results went to."""
-    kept = [argument for before, argument in zip(["", *arguments], arguments, strict=False) if before != "--json"]
-    return [argument for argument in kept if argument.split("=")[0] != "--json"]
+    """Return the command that repeats this measurement, without the file that results went to."""
+    pairs = zip(["", *sys.argv[1:]], sys.argv[1:], strict=False)
+    kept = [argument for before, argument in pairs if before != "--json" and argument.split("=")[0] != "--json"]
+    return f"python benchmarks/run.py {shlex.join(kept)}".rstrip()
 
 
 def write_json(path: Path | None, records: list[dict[str, Any]]) -> None:

@@ -28,6 +28,7 @@ class Library:
         self.combine_how: dict[str, Any] = {}
         """More arguments of its combine."""
         self.version = version_of(self.module)
+        self.topk_dtype: torch.dtype = getattr(self.module, "topk_idx_t", torch.int64)
 
     def destroy(self) -> None:
         """Free the memory. Collective."""
@@ -83,7 +84,7 @@ class DeepEP(Library):
 
     def operations(self, inputs: Inputs, layout: str) -> list[Operation]:
         """Return its calls, after a check that they do the same work. Collective; raises EPError."""
-        arguments = inputs.topk_idx.to(topk_dtype(self.module)), inputs.topk_weights
+        arguments = inputs.topk_idx.to(self.topk_dtype), inputs.topk_weights
 
         def cached(handle: Any) -> Any:
             return self.buffer.dispatch(inputs.x, handle=handle, config=self.config)
@@ -114,7 +115,7 @@ class DeepEPV2(Library):
         is_expert = layout == "expert"
         asked: dict[str, Any] = {"num_experts": self.shape.num_experts, "do_expand": is_expert}
         how = asked | {"do_cpu_sync": do_cpu_sync, "expert_alignment": self.shape.expert_alignment if is_expert else 1}
-        idx, weights = inputs.topk_idx.to(topk_dtype(self.module)), inputs.topk_weights
+        idx, weights = inputs.topk_idx.to(self.topk_dtype), inputs.topk_weights
 
         def cached(handle: Any) -> Any:  # num_experts is asked for, though the handle has it
             return self.buffer.dispatch(inputs.x, topk_weights=weights, handle=handle, **asked)
@@ -126,10 +127,3 @@ KINDS: dict[str, Callable[[str, Shape, "dist.ProcessGroup", int], DeepEP | DeepE
     "deep_ep": DeepEP, "deep_ep_v2": DeepEPV2, "drop_in": DeepEP, "drop_in_v2": DeepEPV2,
 }  # fmt: skip
 """What stands for each peer: of its name, the shape, the group and the most tokens of a rank. Collective."""
-
-
-# ---- for both generations ----
-
-
-def topk_dtype(module: Any) -> torch.dtype:
-    return getattr(module, "topk_idx_t", torch.int64)

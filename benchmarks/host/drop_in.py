@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from benchmarks.host.measure import CHAIN, Shape, chain_us
+from benchmarks.host.measure import Shape, inputs_of, times_of
 from deepep_moe import Buffer
 from deepep_moe.compat import deep_ep
 from deepep_moe.compat.deep_ep.hybrid import indices_to_map
@@ -20,29 +20,19 @@ Calls = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
 
 
 def times(shape: Shape, repeats: int, device: str = "cuda") -> dict[str, tuple[list[float], list[float]]]:
-    """Return microseconds per call of DeepEP's interface and of ours, by the name of the operation. Makes a process group of one rank for
-    DeepEP's constructor, if there is none."""
-    makes_group = not dist.is_initialized()
-    if makes_group:
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    """Return microseconds per call of DeepEP's interface and of ours, by the name of the operation. DeepEP's constructor takes the process
+    group of one rank that this makes."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         with torch.no_grad():
             pairs = _calls(shape, torch.device(device), dist.group.WORLD)
-            return {op: (_times(theirs, repeats), _times(ours, repeats)) for op, (theirs, ours) in pairs.items()}
+            return {op: (times_of(theirs, repeats), times_of(ours, repeats)) for op, (theirs, ours) in pairs.items()}
     finally:
-        if makes_group:
-            dist.destroy_process_group()
-
-
-def _times(call: Callable[[], Any], repeats: int) -> list[float]:
-    return chain_us(lambda: [call() for _ in range(CHAIN)], repeats)
+        dist.destroy_process_group()
 
 
 def _calls(shape: Shape, device: torch.device, group: Any) -> Calls:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape.num_tokens, shape.hidden, generator=generator).to(device, torch.bfloat16)
-    scores = torch.rand(shape.num_tokens, shape.num_experts, generator=generator)
-    weights, idx = (tensor.to(device) for tensor in scores.topk(shape.num_topk, dim=1))
+    x, idx, weights = inputs_of(shape, device)
     native = Buffer(group, *shape, backend="shm" if device.type == "cpu" else "nvlink")
 
     def dispatch(layout: str) -> tuple[DispatchOutput, list[int]]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.common import workload
 from benchmarks.common.timing import wall_us
 from deepep_moe import Buffer, LowLatencyBuffer
 from deepep_moe.event import Event
@@ -23,6 +24,12 @@ class Shape(NamedTuple):
     hidden: int
     num_experts: int
     num_topk: int
+
+
+def inputs_of(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random rows in bf16, and a uniform random routing: x, topk_idx, topk_weights."""
+    inputs = workload.make_inputs(workload.Shape(1, shape.hidden, shape.num_experts, shape.num_topk, 1), shape.num_tokens, 0, device)
+    return inputs.x, inputs.topk_idx, inputs.topk_weights
 
 
 def chain_us(calls: Callable[..., Any], repeats: int, before: Callable[[], Any] | None = None, length: int = CHAIN) -> list[float]:
@@ -39,8 +46,9 @@ def chain_us(calls: Callable[..., Any], repeats: int, before: Callable[[], Any] 
     return [us / length for us in wall_us(lambda: outputs.append(calls(*arguments)), repeats, prepare)]
 
 
-def _repeat(call: Callable[[], Any]) -> Callable[[], list[Any]]:
-    return lambda: [call() for _ in range(CHAIN)]
+def times_of(call: Callable[[], Any], repeats: int) -> list[float]:
+    """Return microseconds per call of chains of the same call."""
+    return chain_us(lambda: [call() for _ in range(CHAIN)], repeats)
 
 
 def _to_its_end(call: Callable[..., Any], **how: bool) -> None:
@@ -53,16 +61,13 @@ def _to_its_end(call: Callable[..., Any], **how: bool) -> None:
 def empty_operator_us(repeats: int) -> list[float]:
     """The least that any operator costs: one that returns its argument, called from Python with a gradient wanted of nothing."""
     x = torch.zeros(1, device="cuda")
-    return chain_us(_repeat(lambda: x.add(x)), repeats)
+    return times_of(lambda: x.add(x), repeats)
 
 
 def exchange_us(shape: Shape, repeats: int) -> dict[str, list[float]]:
     """Times of `Buffer`, by the name of the operation."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape.num_tokens, shape.hidden, generator=generator).to("cuda", torch.bfloat16)
-    scores = torch.rand(shape.num_tokens, shape.num_experts, generator=generator)
-    weights, idx = (t.cuda() for t in scores.topk(shape.num_topk, dim=1))
-    buffer = Buffer(None, shape.num_tokens, shape.hidden, shape.num_experts, shape.num_topk, backend="nvlink")
+    x, idx, weights = inputs_of(shape, torch.device("cuda"))
+    buffer = Buffer(None, *shape, backend="nvlink")
     out = buffer.dispatch(x, idx, weights)
     row_weights = out.recv_topk_weights
     leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -93,27 +98,26 @@ def exchange_us(shape: Shape, repeats: int) -> dict[str, list[float]]:
         "combine": partial(buffer.combine, out.recv_x, out.handle, row_weights),
     }
     with torch.no_grad():
-        times["host dispatch"] = chain_us(_repeat(lambda: buffer.dispatch(x, idx, weights)), repeats)
+        times["host dispatch"] = times_of(lambda: buffer.dispatch(x, idx, weights), repeats)
         for op, call in calls.items():
-            times[f"host {op}"] = chain_us(_repeat(call), repeats)
-            times[f"host {op}, async"] = chain_us(_repeat(partial(_to_its_end, call, async_op=True)), repeats)
-            times[f"host {op}, hook"] = chain_us(_repeat(partial(_to_its_end, call, return_hook=True)), repeats)
+            times[f"host {op}"] = times_of(call, repeats)
+            times[f"host {op}, async"] = times_of(partial(_to_its_end, call, async_op=True), repeats)
+            times[f"host {op}, hook"] = times_of(partial(_to_its_end, call, return_hook=True), repeats)
     buffer.destroy()
     return times
 
 
 def low_latency_us(shape: Shape, repeats: int) -> list[float]:
     """A low-latency dispatch and its combine."""
-    x = torch.randn(shape.num_tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
-    weights, idx = torch.rand(shape.num_tokens, shape.num_experts, device="cuda").topk(shape.num_topk, dim=1)
-    buffer = LowLatencyBuffer(None, shape.num_tokens, shape.hidden, shape.num_experts, shape.num_topk, backend="nvlink")
+    x, idx, weights = inputs_of(shape, torch.device("cuda"))
+    buffer = LowLatencyBuffer(None, *shape, backend="nvlink")
 
     def both() -> Tensor:
         out = buffer.dispatch(x, idx, weights)
         return buffer.combine(out.recv_x, out.handle)
 
     with torch.no_grad():
-        times = chain_us(_repeat(both), repeats)
+        times = times_of(both, repeats)
     buffer.destroy()
     return times
 
@@ -122,4 +126,4 @@ def gate_us(gate: Callable[[Tensor, Tensor], Any], shape: Shape, repeats: int) -
     """A gate with gradient, forward alone."""
     logits = torch.randn(shape.num_tokens, shape.num_experts, device="cuda", requires_grad=True)
     bias = torch.zeros(shape.num_experts, device="cuda")
-    return chain_us(_repeat(lambda: gate(logits, bias)), repeats)
+    return times_of(lambda: gate(logits, bias), repeats)

@@ -84,7 +84,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> MeasuredL
         leaves = {"input": x, "probs": probs.requires_grad_()}
         exchanges: dict[str, Any] = {}
         for name, layer in layers.items():
-            run = partial(megatron_layers.exchange, layer.token_dispatcher, x, routing_map, probs, megatron_layers.echo_experts)
+            run = partial(megatron_layers.exchange, layer.token_dispatcher, x, routing_map, probs)
             exchanges[name] = Pass(run, cotangent, leaves)
         exchanges[ALONE] = Rows(x, routing_map, num_ranks)
         steps: dict[str, Any] = {name: megatron_steps.pass_of(layers[name], x, cotangent) for name in (OURS, "alltoall")}

@@ -1,6 +1,6 @@
 """MoE layers that differ only in their dispatcher, to compare dispatchers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,21 +109,20 @@ def release_te_copies(layer: Any) -> None:
     layer.set_is_first_microbatch()
 
 
-Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+def exchange(dispatcher: Any, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """Do what a MoELayer does between its router and its output, through a dispatcher of Megatron-Core, with experts that cost nothing.
 
-
-def exchange(dispatcher: Any, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """Do what a MoELayer does between its router and its output, through any of Megatron-Core's dispatchers.
-
-    x [S, B, H], routing_map [T, E] bool, probs [T, E] -> [S, B, H]. `experts` takes rows [R, H], rows per expert, probs [R].
+    x [S, B, H], routing_map [T, E] bool, probs [T, E] -> [S, B, H].
     """
     sent = dispatcher.dispatch_preprocess(x, routing_map, probs)
-    rows, rows_per_expert, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*sent))
-    rows = dispatcher.combine_preprocess(experts(rows, rows_per_expert, row_probs))
+    rows, _, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*sent))
+    rows = dispatcher.combine_preprocess(_Echo.apply(rows, row_probs))
     return dispatcher.combine_postprocess(dispatcher.token_combine(rows))
 
 
 class _Echo(Function):
+    """Returns the rows as they came. The first column of their gradient is the probs' gradient."""
+
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, row_probs: torch.Tensor) -> torch.Tensor:
         ctx.dtype = row_probs.dtype
@@ -132,8 +131,3 @@ class _Echo(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return grad, grad[:, 0].to(ctx.dtype)
-
-
-def echo_experts(rows: torch.Tensor, rows_per_expert: torch.Tensor, row_probs: torch.Tensor) -> torch.Tensor:
-    """Return the rows as they came, as experts that cost nothing. The first column of their gradient is the probs' gradient."""
-    return _Echo.apply(rows, row_probs)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.common.verify import close_to, compare_bits, dequantized
 from benchmarks.common.workload import Inputs, Shape
-from benchmarks.exchange.deep_ep import FP8, DeepEPV2, Library, topk_dtype
+from benchmarks.exchange.deep_ep import FP8, DeepEPV2, Library
 from benchmarks.low_latency.operations import Hook, LowLatencyOperation, expected_combine, expected_dispatch, expert_rows, received
 
 _MULTIPLE = 4  # V1 wants a number of rows that its bulk copies can address
@@ -37,7 +37,7 @@ class DeepEPLowLatency(Library):
         mine, most = everyone[rank], _rounded(len(everyone[rank].x))
         self.buffer.clean_low_latency_buffer(most, self.shape.hidden, self.shape.num_experts)  # places of flags depend on the size
         dist.barrier()
-        idx, listed = mine.topk_idx.to(topk_dtype(self.module)), []
+        idx, listed = mine.topk_idx.to(self.topk_dtype), []
         for wire in ("fp8", "bf16"):
             dispatch = partial(self.buffer.low_latency_dispatch, mine.x, idx, most, self.shape.num_experts, use_fp8=wire == "fp8")
             check = partial(_check_dispatch, expected_dispatch(everyone, self.shape, rank, wire))
@@ -46,7 +46,7 @@ class DeepEPLowLatency(Library):
         outputs = expert_rows(rows, counts, self.shape, rank, torch.empty_like(rows))
         combine = partial(self.buffer.low_latency_combine, outputs, idx, mine.topk_weights, handle)
         expected = expected_combine(mine, self.shape, "bf16", rank)
-        listed.append(self._operation("combine", "bf16", combine, lambda out: close_to("its combined_x", out[0], expected)))
+        listed.append(self._operation("combine", "bf16", combine, partial(_check_combine, expected)))
         return listed
 
     def _operation(self, op: str, wire: str, call: Callable[..., Any], check: Callable[[Any], None]) -> LowLatencyOperation:
@@ -73,6 +73,10 @@ def _check_dispatch(expected: dict[str, Tensor], result: Any) -> None:
     none = torch.zeros(len(wanted), rows.shape[-1], device=rows.device)
     sums, right_sums = (none.index_add(0, experts, part.float()) for part in (rows[received(rows, counts)], right))
     close_to("the sum of the rows that its dispatch brought to an expert", sums, right_sums)
+
+
+def _check_combine(expected: Tensor, result: Any) -> None:
+    close_to("its combined_x", result[0], expected)
 
 
 class DeepEPV2SmallBatches:
@@ -102,18 +106,11 @@ class DeepEPV2SmallBatches:
         for o in self.sized.operations(mine, "rank", do_cpu_sync=False):
             if o.op in ("dispatch", "combine"):
                 wire = "fp8" if o.dtype == FP8 else "bf16"
-                check = partial(close_to, "its combined_x", expected=expected) if o.op == "combine" else _unchecked
-                what = o.op, o.dtype, o.layout, o.row_bytes, partial(_first, o.call)
+                # A dispatch was checked through a combine.
+                check = partial(_check_combine, expected) if o.op == "combine" else lambda result: None
+                what = o.op, o.dtype, o.layout, o.row_bytes, o.call
                 listed.append(LowLatencyOperation(*what, wire=wire, check=check, backend=self.name))
         return listed
-
-
-def _first(call: Callable[[], Any]) -> Any:
-    return call()[0]
-
-
-def _unchecked(_result: Any) -> None:
-    """Accept a dispatch, which `DeepEPV2.operations` has checked through a combine."""
 
 
 SmallBatches = DeepEPLowLatency | DeepEPV2SmallBatches
