@@ -1,16 +1,14 @@
 // Is a line of 128 bytes, which eight lanes store with one instruction and eight lanes load with one, ever seen in part? What low-latency
 // rows rely on (csrc/cuda/low_latency.h).
 //
-//   nvcc -std=c++20 -O3 -arch=sm_90 -I../../csrc torn_lines.cu -o torn_lines && ./torn_lines
+//   nvcc -std=c++20 -O3 -arch=sm_90 -I../../csrc torn_lines.cu -o torn_lines && ./torn_lines > records.json
 //
 // Writers store lines again and again, a round's number in each of the 32 words; readers load them meanwhile. A line is torn where a part
 // of it is of an earlier round than its last one, which would have been taken for a flag. Within a GPU, and from each GPU to the next one.
-// A third case must find torn lines, or the readers see nothing: there the last part is stored first. A line per case, and JSON with --json
-// FILE.
+// A third case must find torn lines, or the readers see nothing: there the last part is stored first. Prints a record per case.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 
 #include "cuda/device/ptx.cuh"
 
@@ -110,23 +108,16 @@ Counts probe(int writer, int reader, bool flag_first) {
     return result;
 }
 
-int main(int argc, char** argv) {
+int main() {
     int num_devices = 0;
     CHECK(cudaGetDeviceCount(&num_devices));
     cudaDeviceProp properties;
     CHECK(cudaGetDeviceProperties(&properties, 0));
-    std::FILE* json = argc == 3 && std::strcmp(argv[1], "--json") == 0 ? std::fopen(argv[2], "w") : nullptr;
     const char* separator = "[";
     const auto show = [&](const char* what, int writer, int reader, const Counts& f) {
-        std::printf("%-28s GPU %d to %d: %llu lines loaded, %llu times another, %llu torn\n", what, writer, reader, f.loaded, f.changed,
-                    f.torn);
-        if (json == nullptr) return;
-        std::fprintf(json,
-                     "%s\n {\n  \"probe\": \"torn_lines\",\n  \"hardware\": \"%d x %s\",\n  \"case\": \"%s\",\n  \"writer\": %d,\n  "
-                     "\"reader\": %d,\n",
-                     separator, num_devices, properties.name, what, writer, reader);
-        std::fprintf(json, "  \"lines_loaded\": %llu,\n  \"lines_changed\": %llu,\n  \"lines_torn\": %llu\n }", f.loaded, f.changed,
-                     f.torn);
+        std::printf("%s\n{\"probe\": \"torn_lines\", \"hardware\": \"%d x %s\", \"case\": \"%s\", \"writer\": %d, \"reader\": %d, ",
+                    separator, num_devices, properties.name, what, writer, reader);
+        std::printf("\"lines_loaded\": %llu, \"lines_changed\": %llu, \"lines_torn\": %llu}", f.loaded, f.changed, f.torn);
         separator = ",";
     };
     for (int writer = 0; writer < num_devices; ++writer) {
@@ -139,5 +130,5 @@ int main(int argc, char** argv) {
         show("one instruction", writer, reader, probe(writer, reader, false));
         show("its last part first", writer, reader, probe(writer, reader, true));
     }
-    if (json != nullptr) std::fprintf(json, "\n]\n"), std::fclose(json);
+    std::printf("\n]\n");
 }
