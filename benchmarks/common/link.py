@@ -11,7 +11,6 @@ from benchmarks.common.timing import Timer
 from benchmarks.common.workload import Shape
 from deepep_moe import Buffer
 from deepep_moe.ops.routing import is_token_in_rank
-from deepep_moe.tune.timing import slowest
 
 _BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
 
@@ -31,8 +30,7 @@ def link_gbps(timer: Timer, iterations: int) -> float | None:
     else:
         source, target = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
         copy = partial(target.copy_, source)
-    times = timer.own_stream(copy, iterations)
-    (median,) = slowest([statistics.median(times)])
+    median = statistics.median(timer.stream(copy, iterations))
     timer.synchronize()
     if timer.is_gpu:
         buffer.destroy()
@@ -40,7 +38,7 @@ def link_gbps(timer: Timer, iterations: int) -> float | None:
 
 
 def gather_counts(counts: Tensor) -> Tensor:
-    """Return `counts` of every rank, a CPU tensor of one shape, as [num_ranks, ...]. Collective."""
+    """Return `counts` of every rank, on a device of the default group and of one shape, as [num_ranks, ...]. Collective."""
     gathered = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, counts)
     return torch.stack(gathered)

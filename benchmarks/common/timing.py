@@ -65,18 +65,14 @@ class Timer(TunersTimer):
 
     def stream(self, call: Callable[[], Any], iterations: int) -> list[float]:
         """Return the time of the slowest rank in every iteration."""
-        return slowest(self.own_stream(call, iterations))
+        return slowest([self.once(call) for _ in range(WARMUP + iterations)][WARMUP:])
 
     def call(self, call: Callable[[], Any], iterations: int) -> list[float]:
         """Return the time of the slowest rank in every iteration."""
         return slowest([self._from_idle(call) for _ in range(WARMUP + iterations)][WARMUP:])
 
-    def own_stream(self, call: Callable[[], Any], iterations: int) -> list[float]:
-        """Return the times of `stream` of this rank alone."""
-        return [self.once(call) for _ in range(WARMUP + iterations)][WARMUP:]
-
     def once(self, call: Callable[[], Any]) -> float:
-        """Return one time of `own_stream`."""
+        """Return one time of `stream` of this rank alone."""
         if not self.is_gpu:
             return self._from_idle(call)
         self.sleep(SLEEP_US)

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -58,11 +59,12 @@ class Batches:
 
     def halves(self, send: Callable[[], tuple[Any, Callable[[], None]]], iterations: int) -> tuple[Times, Times]:
         """Time the half that sends, and the half that receives, which starts when the rows are there."""
+        pause = partial(self.timer.sleep, _GAP_US) if self.timer.is_gpu else partial(time.sleep, _GAP_US / 1e6)
 
         def marked(mark: Mark) -> None:
             result, hook = send()
             mark()
-            self._pause()
+            pause()
             mark()
             hook()
             mark()
@@ -92,12 +94,6 @@ class Batches:
                 graph.capture_end()
         current.wait_stream(self._stream)
         return graph, result
-
-    def _pause(self) -> None:
-        if self.timer.is_gpu:
-            self.timer.sleep(_GAP_US)
-        else:
-            time.sleep(_GAP_US / 1e6)
 
     def _rows(self, marked: Callable[[Mark], None], iterations: int, batch: int, drop: int) -> tuple[list[list[float]], float | None, bool]:
         """Return the times from mark to mark, a row for each call, the host's mean time of a call, and whether the host was ahead."""

@@ -131,13 +131,14 @@ class LowLatencyRank(BenchRank):
     def _time_call(
         self, o: LowLatencyOperation, mine: Inputs, workspace_bytes: int | None, baseline: Baseline | None, version: str | None
     ) -> list[Record]:
-        """Return a record of the call as a graph, if there is one, of the eager call, and of each half that it has."""
+        """Return a record of the call as a graph, of the eager call, and of each half that it has. It is reported that a call cannot be
+        captured."""
         num_tokens = len(mine.x)
         iterations = self.options.iterations_of[num_tokens]
         num_bytes = link_rows(tokens_from_to(mine.topk_idx, self.shape))[o.op] * o.row_bytes
         eager = self.batches.times(o.call, iterations)
         halves = () if o.send is None else self.batches.halves(o.send, min(iterations, _MOST_HALVES))
-        graph = self._graphs_of(o, iterations) if self.timer.is_gpu else None
+        graph = self.agreed(f"{o.name} in a graph", partial(self._time_graphs, o, iterations)) if self.timer.is_gpu else None
         record = partial(self._record, o, num_tokens, num_bytes, workspace_bytes, version)
         eager_baseline, graph_baseline = baseline or (None, None)
         records = [record("both", eager, eager_baseline)]
@@ -159,11 +160,6 @@ class LowLatencyRank(BenchRank):
             us_p99=sorted(times.us)[len(times.us) * 99 // 100], us_event=self.event_us, us_host=times.host_us,
             is_host_ahead=times.is_ahead, num_sms=None if o.backend else self.num_sms, workspace_bytes=workspace_bytes,
         )  # fmt: skip
-
-    def _graphs_of(self, o: LowLatencyOperation, iterations: int) -> tuple[Times, float] | None:
-        """Time graphs of a call. A call of another library that cannot be captured is timed eagerly, and that it cannot is reported."""
-        time = partial(self._time_graphs, o, iterations)
-        return time() if o.backend is None else self.agreed(f"{o.name} in a graph", time)
 
     def _time_graphs(self, o: LowLatencyOperation, iterations: int) -> tuple[Times, float]:
         """Time a graph of one call, whose last result is checked too, and return the mean of a call in a graph of many."""
