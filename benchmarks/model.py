@@ -28,15 +28,15 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.common.records import record, write_json
+from benchmarks.common.report import Record
+from benchmarks.common.workload import DTYPE_OF_WIRE
 from deepep_moe.ops import gate
 from deepep_moe.ops.routing import is_token_in_rank
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Record = dict[str, Any]
 HIDDEN, NUM_TOPK, PER_NODE = 7168, 8, 8
 ROW_BYTES = {"fp8": HIDDEN + 4 * HIDDEN // 128, "bf16": 2 * HIDDEN}
-DTYPES = {"fp8": "float8_e4m3fn", "bf16": "bfloat16"}
 OPERATIONS = (("dispatch", "fp8"), ("dispatch", "bf16"), ("combine", "bf16"))
 CHUNK_ROWS = (4, 8, 16, 32, 64, 128)
 
@@ -241,7 +241,7 @@ def main(options: argparse.Namespace) -> None:
 def _record(
     part: str, op: str, dtype: str, num_ranks: int, times: list[float], num_bytes: int, machine: Machine, sizes: Record, **more: Any
 ) -> Record:  # fmt: skip
-    settings = {"backend": "model", "num_ranks": num_ranks, "hidden": HIDDEN, "num_topk": NUM_TOPK, "dtype": DTYPES[dtype]}
+    settings = {"backend": "model", "num_ranks": num_ranks, "hidden": HIDDEN, "num_topk": NUM_TOPK, "dtype": DTYPE_OF_WIRE[dtype]}
     baseline: dict[str, Any] = {"baseline": more.pop("baseline", None), "baseline_times": more.pop("baseline_times", [])}
     entry = record(f"model {op}", settings | sizes, times, num_bytes, **baseline)
     return entry | {"part": part, "name": f"{op} {dtype}", "hardware": f"modelled: {machine.name}", **more}

@@ -11,6 +11,7 @@ from torch import Tensor
 from deepep_moe import Buffer
 
 SCALE_BLOCK = 128
+DTYPE_OF_WIRE = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Operation:
 
     @property
     def name(self) -> str:
-        short = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}[self.dtype]
+        short = next(wire for wire, dtype in DTYPE_OF_WIRE.items() if dtype == self.dtype)
         return " ".join([*([self.backend] if self.backend else []), self.op, short, self.layout])
 
 

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from benchmarks.common.verify import compare_bits, in_bf16
 from benchmarks.common.verify import expected_combine as combined
-from benchmarks.common.workload import SCALE_BLOCK, Inputs, Operation, Shape
+from benchmarks.common.workload import DTYPE_OF_WIRE, SCALE_BLOCK, Inputs, Operation, Shape
 from deepep_moe import LowLatencyBuffer, LowLatencyOutput
 from deepep_moe.ops import quantize_fp8
 
 Hook = Callable[[], None]
-_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +41,12 @@ def operations(buffer: LowLatencyBuffer, shape: Shape, everyone: Sequence[Inputs
     for wire in ("fp8", "bf16"):
         dispatch = partial(buffer.dispatch, *arguments, fp8=wire == "fp8")
         check = partial(_check_dispatch, expected_dispatch(everyone, shape, rank, wire))
-        what = "dispatch", _DTYPES[wire], "expert", shape.row_bytes(_DTYPES[wire])
+        what = "dispatch", DTYPE_OF_WIRE[wire], "expert", shape.row_bytes(DTYPE_OF_WIRE[wire])
         listed.append(LowLatencyOperation(*what, dispatch, wire=wire, check=check, send=partial(_send_dispatch, dispatch)))
     for wire in ("bf16", "fp8"):
         combine = partial(buffer.combine, rows, out.handle, wire="fp8" if wire == "fp8" else None)
         check = partial(compare_bits, "combined_x", expected=expected_combine(mine, shape, wire, rank), source="the reference")
-        what = "combine", "bfloat16", "expert", shape.row_bytes(_DTYPES[wire])
+        what = "combine", "bfloat16", "expert", shape.row_bytes(DTYPE_OF_WIRE[wire])
         listed.append(LowLatencyOperation(*what, combine, wire=wire, check=check, send=partial(combine, return_hook=True)))
     return listed
 
