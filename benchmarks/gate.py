@@ -159,25 +159,22 @@ def run(shape: Shape, repeats: int, device: torch.device) -> list[dict[str, Any]
     extra: dict[str, Any] = {"num_groups": shape.num_groups, "topk_groups": shape.topk_groups}
     extra |= {"hardware": torch.cuda.get_device_name(device)} if on_gpu else {"num_threads": config.num_threads()}
     time = times_on_gpu if on_gpu else lambda call, repeats: (wall_us(call, repeats), None)
-    records = []
-    baselines = dict(BASELINES if on_gpu else ON_CPU)
-    for dense in (False, True):
 
-        def times_of(gate: Gate, dense: bool = dense) -> dict[str, Times]:
-            return {op: time(call, repeats) for op, call in calls(gate, logits, bias, dense).items()}
+    def times_of(make: Callable[[Shape, bool], Gate]) -> dict[str, Times]:
+        of_both = [calls(make(shape, dense), logits, bias, dense) for dense in (False, True)]
+        return {op: time(call, repeats) for of_one in of_both for op, call in of_one.items()}
 
-        times = times_of(ours(shape, dense))
-        for baseline, make in list(baselines.items()):
-            try:
-                baseline_times = times_of(make(shape, dense))
-            except BackendUnavailableError as error:
-                print(f"not measured: {baseline} ({error})", file=sys.stderr, flush=True)
-                del baselines[baseline]
-                continue
-            for op, (kernel, called) in times.items():
-                theirs, rival_called = baseline_times[op]
-                how: dict[str, Any] = {"baseline_times": theirs, "us_called": called, "rival_us_called": rival_called}
-                records.append(record(op, settings, kernel, _bytes(op, logits, shape.num_topk), baseline=baseline, **how, **extra))
+    records, times = [], times_of(ours)
+    for baseline, make in (BASELINES if on_gpu else ON_CPU).items():
+        try:
+            baseline_times = times_of(make)
+        except BackendUnavailableError as error:
+            print(f"not measured: {baseline} ({error})", file=sys.stderr, flush=True)
+            continue
+        for op, (kernel, called) in times.items():
+            theirs, rival_called = baseline_times[op]
+            how: dict[str, Any] = {"baseline_times": theirs, "us_called": called, "rival_us_called": rival_called}
+            records.append(record(op, settings, kernel, _bytes(op, logits, shape.num_topk), baseline=baseline, **how, **extra))
     return records
 
 
@@ -185,8 +182,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = [("num-tokens", 4096), ("num-experts", 256), ("num-topk", 8), ("num-groups", 8), ("topk-groups", 4), ("repeats", 50)]
     for name, default in defaults:
         parser.add_argument(f"--{name}", type=int, default=default)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def main(options: argparse.Namespace) -> None:

@@ -57,20 +57,18 @@ def _calls(shape: Shape, device: torch.device, group: Any) -> Calls:
     rows_2, *_, handle_2, _ = v2.dispatch(x, **of_v2, do_expand=True)
     rows_h, probs, _, _, handle_h = hybrid.dispatch_with_permute(hidden=x, **of_hybrid)
     back: dict[str, Any] = {"hidden": rows_h, "handle": handle_h}
-    along: dict[str, Callable[[], Any]] = {
-        "dispatch": lambda: native.dispatch(x, handle=by_expert.handle),
-        "combine": lambda: native.combine(by_expert.recv_x, by_expert.handle),
-    }  # fmt: skip
+    dispatch_along = partial(native.dispatch, x, handle=by_expert.handle)
+    combine_along = partial(native.combine, by_expert.recv_x, by_expert.handle)
     calls: Calls = {
         "dispatch": (lambda: v1.dispatch(x, **of_v1), lambda: dispatch("rank")),
         "dispatch cached": (lambda: v1.dispatch(x, handle), lambda: native.dispatch(x, handle=by_rank.handle)),
         "combine": (lambda: v1.combine(rows, handle), lambda: native.combine(by_rank.recv_x, by_rank.handle)),
         "V2 dispatch": (lambda: v2.dispatch(x, **of_v2), lambda: dispatch("rank")),
-        "V2 dispatch cached": (lambda: v2.dispatch(x, handle=handle_2, do_expand=True), along["dispatch"]),
-        "V2 combine": (lambda: v2.combine(rows_2, handle_2), along["combine"]),
+        "V2 dispatch cached": (lambda: v2.dispatch(x, handle=handle_2, do_expand=True), dispatch_along),
+        "V2 combine": (lambda: v2.combine(rows_2, handle_2), combine_along),
         "HybridEP dispatch": (lambda: hybrid.dispatch_with_permute(hidden=x, **of_hybrid), lambda: dispatch("expert")),
-        "HybridEP dispatch cached": (lambda: hybrid.dispatch_with_permute(hidden=x, handle=handle_h), along["dispatch"]),
-        "HybridEP combine": (lambda: hybrid.combine_with_unpermute(**back), along["combine"]),
+        "HybridEP dispatch cached": (lambda: hybrid.dispatch_with_permute(hidden=x, handle=handle_h), dispatch_along),
+        "HybridEP combine": (lambda: hybrid.combine_with_unpermute(**back), combine_along),
         "HybridEP combine with probs": (lambda: hybrid.combine_with_unpermute(**back, probs=probs), with_lanes),
     }
     return {f"host drop-in {op}": pair for op, pair in calls.items()}
