@@ -53,15 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, default=0, help="time the layer with copies of experts too: expert slots of a rank")
     parser.add_argument("--shares", type=float, help="with --slots: time it with room for so many even shares of the rows too")
     parser.add_argument("--shape", choices=SHAPES, help="where no size is given; default gpt-oss-20b, on the CPU small")
-    harness.add_arguments(parser, None, "all GPUs, on the CPU 2; ranks share the GPUs there are", repeats=10, **dict.fromkeys(_SIZES))
+    harness.add_arguments(parser, "all GPUs, on the CPU 2; ranks share the GPUs there are", repeats=10, **dict.fromkeys(_SIZES))
 
 
 def resolve(options: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the machine. Raises ValueError for what does not fit, OSError for a trace that is not there."""
-    options.device = options.device or ("cuda" if torch.cuda.device_count() else "cpu")
     options.shape = options.shape or ("gpt-oss-20b" if options.device == "cuda" else "small")
-    harness.fill(options, dict(zip(_SIZES, SHAPES[options.shape], strict=True)))
-    harness.resolve(options, shares_gpus=True)
+    harness.resolve(options, dict(zip(_SIZES, SHAPES[options.shape], strict=True)), shares_gpus=True)
     for routing in routings_of(options):
         for step in range(options.repeats):
             routing.rows_per_expert(options.num_tokens * options.num_ranks, options.num_topk, step)
@@ -184,6 +182,7 @@ _COLUMNS = {
     "layer ms": number("rival_us", 2, 1e-3), "p90": number("rival_us_p90", 2, 1e-3), "balanced": number("us_median", 2, 1e-3),
     "ratio": number("ratio", 2, unit="x"), "experts ms": number("rival_experts_us", 2, 1e-3),
     "balanced ": number("experts_us", 2, 1e-3), "ratio ": lambda r: f"{r['rival_experts_us'] / r['experts_us']:.2f}x",
+    "copies": number("copies_us", 2, 1e-3), "bounded": number("bounded_us", 2, 1e-3),
 }  # fmt: skip
 
 
@@ -194,7 +193,5 @@ def main(options: argparse.Namespace) -> None:
     print(f"MoELayer, {harness.shape_of(options, options.num_ranks, records[0]['backend'])}")
     if options.device == "cuda" and options.num_ranks > torch.cuda.device_count():
         print("ranks share GPUs: the time of a layer is that of all ranks' work; compare the times of experts")
-    more = {"copies": number("copies_us", 2, 1e-3)} if options.slots else {}
-    more |= {"bounded": number("bounded_us", 2, 1e-3)} if options.slots and options.shares else {}
-    show_table(_COLUMNS | more, records)
+    show_table(_COLUMNS, records)
     write_json(options.json, records)

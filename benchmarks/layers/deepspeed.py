@@ -46,7 +46,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = {"num_tokens": 4096, "hidden": None, "ffn_hidden": None, "num_experts": None, "num_layers": None, "repeats": 20}
-    harness.add_arguments(parser, None, "all GPUs, on the CPU 2", **sizes)
+    harness.add_arguments(parser, "all GPUs, on the CPU 2", **sizes)
     parser.add_argument("--num-topk", type=int, nargs="+")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), nargs="+")
 
@@ -140,9 +140,7 @@ def records_of(ranks: list[MeasuredLayer], options: argparse.Namespace) -> list[
 
 def resolve(options: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the machine. Raises ValueError for options that do not fit."""
-    options.device = options.device or ("cuda" if torch.cuda.device_count() else "cpu")
-    harness.fill(options, _DEFAULTS[options.device])
-    harness.resolve(options)
+    harness.resolve(options, _DEFAULTS[options.device])
 
 
 def main(options: argparse.Namespace) -> None:

@@ -15,11 +15,6 @@ DEEPSPEED, EXACT, FAST, GROUPED = "deepspeed", "exact", "fast", "grouped"
 KINDS = (EXACT, FAST, DEEPSPEED)
 
 
-def feed_forward(hidden: int, ffn_hidden: int) -> nn.Module:
-    """Return a plain expert: two matrices without biases around a GELU."""
-    return nn.Sequential(nn.Linear(hidden, ffn_hidden, bias=False), nn.GELU(), nn.Linear(ffn_hidden, hidden, bias=False))
-
-
 def into_one_memory(parameters: Sequence[nn.Parameter]) -> None:
     """Put parameters one behind another into one tensor, as ZeRO 1 and 2 do, where grouped products read those of all experts in place."""
     one = torch.cat([parameter.detach().flatten() for parameter in parameters])
@@ -50,12 +45,6 @@ def sharing_layers(
             replace_moe_layers(layer, exact=kind == EXACT, grouped_experts=kind == GROUPED, **settings)
         layers[kind] = layer
     return layers
-
-
-def experts_of(layer: Any, x: Tensor) -> Tensor:
-    """Return the experts that a layer's gate chooses for x [num_tokens, hidden], [num_tokens, num_topk], -1 = dropped."""
-    with torch.no_grad():
-        return route(layer.deepspeed_moe.gate, x, None).topk_idx.t()
 
 
 # ---- passes ----
@@ -100,7 +89,7 @@ class CommunicationPass(LayerPass):
     def __init__(self, layer: Any, x: Tensor, cotangent: Tensor):
         reseed(x.device)
         gate = layer.deepspeed_moe.gate
-        decided = [_leaf(value) for value in ask(gate, x, None)]
+        decided = [value.detach().requires_grad_() if _has_gradient(value) else value for value in ask(gate, x, None)]
 
         def run() -> tuple[Tensor]:
             gate.forward = lambda *_: decided
@@ -123,10 +112,6 @@ def _has_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_() if _has_gradient(value) else value
-
-
 def reseed(device: torch.device) -> None:
     """Seed the generators that gates draw from. `torch.manual_seed` seeds those of all devices, which takes a millisecond."""
     torch.default_generator.manual_seed(dist.get_rank())
@@ -135,15 +120,15 @@ def reseed(device: torch.device) -> None:
 
 
 def make_passes(x: Tensor, cotangent: Tensor, ffn_hidden: int, settings: dict[str, Any]) -> tuple[dict[Key, LayerPass], Tensor]:
-    """Return the passes of DeepSpeed's layers by what is timed and kind of layer, and the experts of tokens, [num_tokens, num_topk]."""
-    layers = {
-        "exchange": sharing_layers(nn.Identity(), **settings),
-        "layer": sharing_layers(feed_forward(settings["hidden"], ffn_hidden), grouped=True, **settings),
-    }
+    """Return passes by what is timed and kind of layer, and the experts of tokens, [num_tokens, num_topk], -1 = dropped."""
+    hidden = settings["hidden"]
+    expert = nn.Sequential(nn.Linear(hidden, ffn_hidden, bias=False), nn.GELU(), nn.Linear(ffn_hidden, hidden, bias=False))
+    layers = {"exchange": sharing_layers(nn.Identity(), **settings), "layer": sharing_layers(expert, grouped=True, **settings)}
     passes = {(what, kind): layer_pass(layer, x, cotangent) for what, of_one in layers.items() for kind, layer in of_one.items()}
     passes |= {("communication", kind): CommunicationPass(layer, x, cotangent) for kind, layer in layers["exchange"].items()}
     for parameter in layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters():  # else copies of one
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     into_one_memory(list(layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters()))
     torch.manual_seed(dist.get_rank())
-    return passes, experts_of(layers["exchange"][DEEPSPEED], x)
+    with torch.no_grad():
+        return passes, route(layers["exchange"][DEEPSPEED].deepspeed_moe.gate, x, None).topk_idx.t()

@@ -33,8 +33,8 @@ _MIN_CHAIN = 4  # passes between two looks at the clock
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = {"num_tokens": 4096, "hidden": 7168, "ffn_hidden": 2048, "num_topk": 8, "num_experts": 32, "micro_batches": 4, "repeats": 20}
-    harness.add_arguments(parser, "cuda", "1; ranks share the GPUs there are", **sizes)
-    parser.set_defaults(num_ranks=1)
+    harness.add_arguments(parser, "1; ranks share the GPUs there are", **sizes)
+    parser.set_defaults(device="cuda", num_ranks=1)
 
 
 resolve = partial(harness.resolve, shares_gpus=True)

@@ -15,26 +15,21 @@ from benchmarks.common.timing import Timer
 from benchmarks.layers.passes import Key, MeasuredLayer, StepTimes, slowest
 
 
-def add_arguments(parser: argparse.ArgumentParser, device: str | None, num_ranks: str, **sizes: int | None) -> None:
+def add_arguments(parser: argparse.ArgumentParser, num_ranks: str, **sizes: int | None) -> None:
     """Add the options that the benchmarks share. `sizes` are defaults; None depends on the device. `num_ranks` says the default."""
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default=device, help="default: cuda" if device else "default: cuda where there are GPUs"
-    )
+    device = "cuda" if torch.cuda.device_count() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device, help="default %(default)s")
     parser.add_argument("--backend", help="of deepep_moe.Buffer; default nvlink on GPUs, auto on the CPU")
     parser.add_argument("--num-ranks", type=int, help=f"expert-parallel size; default {num_ranks}")
     for name, default in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
 
 
-def fill(options: argparse.Namespace, sizes: Mapping[str, Any]) -> None:
-    """Set the options that were not given."""
-    for name, value in sizes.items():
+def resolve(options: argparse.Namespace, sizes: Mapping[str, Any] | None = None, *, shares_gpus: bool = False) -> None:
+    """Fill in `sizes` that were not given, the ranks and the backend. Raises ValueError for options that do not fit."""
+    for name, value in (sizes or {}).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-
-
-def resolve(options: argparse.Namespace, *, shares_gpus: bool = False) -> None:
-    """Fill in the ranks and the backend. Raises ValueError for options that do not fit."""
     on_gpu, num_gpus = options.device == "cuda", torch.cuda.device_count()
     if options.num_ranks is None:
         options.num_ranks = num_gpus if on_gpu else 2

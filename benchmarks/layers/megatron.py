@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common.link import rows_to_others
+from benchmarks.common.link import gather_counts, rows_to_others
 from benchmarks.common.records import hardware_of, write_json
 from benchmarks.layers import harness, megatron_steps, passes
 from benchmarks.layers.megatron_steps import FLAG, GRAPH, SYNC_FREE, Graphed
@@ -32,7 +32,8 @@ _WARMUP = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = {"num_tokens": 4096, "hidden": 4096, "ffn_hidden": 2048, "num_topk": 8, "num_experts": 64, "repeats": 20}
-    harness.add_arguments(parser, "cuda", "all GPUs, on the CPU 2", **sizes)
+    harness.add_arguments(parser, "all GPUs, on the CPU 2", **sizes)
+    parser.set_defaults(device="cuda")
 
 
 resolve = harness.resolve
@@ -45,8 +46,7 @@ class Rows(Step):
     """Sends the rows of `alltoall`, one per (token, expert), there and back in the forward, and again in the backward."""
 
     def __init__(self, x: Tensor, routing_map: Tensor, num_ranks: int):
-        counts = x.new_empty(num_ranks, num_ranks, dtype=torch.int64)  # [from rank, to rank]
-        dist.all_gather(list(counts), routing_map.sum(0).view(num_ranks, -1).sum(1))
+        counts = gather_counts(routing_map.sum(0).view(num_ranks, -1).sum(1))  # [from rank, to rank]
         self.sent, self.received = counts[dist.get_rank()].tolist(), counts[:, dist.get_rank()].tolist()
         self.there, self.here = (x.new_ones(sum(rows), x.shape[-1]) for rows in (self.sent, self.received))
 

@@ -2,8 +2,7 @@
 
 The layers are ours with grouped experts, as the flag alone gives them, then sync-free with room for every routing, and (on GPUs) that from
 a CUDA graph too. If TransformerEngine is installed, its grouped experts run behind `alltoall` and `allgather`, with its fused router and
-permutes, and behind ours. The row "grouped products alone" runs
-only the experts' six products with known counts, a lower bound for any layer with these experts.
+permutes, and behind ours. "Grouped products alone" are the experts' six products with known counts, which bound any layer of theirs.
 """
 
 import gc
