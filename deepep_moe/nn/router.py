@@ -113,10 +113,12 @@ class Router(nn.Module):
         """Return the logits `[num_tokens, num_experts]` in `compute_dtype`, differentiable, as `deepep_moe.ops.gate_full` takes them.
 
         Raises:
-            ValueError: x has another width.
+            ValueError: x has another width, or the weight has no values yet.
         """
         if x.shape[-1] != self.hidden:
             raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.hidden}")
+        if self.weight.is_meta and not x.is_meta:  # PyTorch multiplies them without an error
+            raise ValueError("the router's weight is on meta, so it has no values; load or initialize the model before its first forward")
         with torch.autocast(x.device.type, enabled=False):
             return nn.functional.linear(x.reshape(-1, self.hidden).to(self.compute_dtype), self.weight.to(self.compute_dtype))
 

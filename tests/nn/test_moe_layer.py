@@ -144,6 +144,7 @@ def buffer_for(num_topk):
     [
         (lambda router, x: MoELayer(router, SAME)(x[:, :8]), ValueError, r"x has shape \[8, 8\]; its last dimension must be hidden, 16"),
         (lambda router, x: MoELayer(router, SAME)(x.to("meta")), ValueError, "x is on meta, so it has no values; give tokens on a CPU"),
+        (lambda router, x: MoELayer(router.to("meta"), SAME)(x), ValueError, "the router's weight is on meta, so it has no values; load"),
         (lambda router, x: MoELayer(router, [SAME] * 4, num_recv_rows=8), ValueError, "num_recv_rows is given, .*; pass GroupedExperts"),
         (lambda router, x: MoELayer(router, [SAME] * 3), ValueError, "3 experts were given; this rank of 1 holds 4 of 4"),
         (lambda router, x: MoELayer(router, GroupedExperts(3, HIDDEN, 8)), ValueError, "3 experts were given; this rank of 1 holds 4 of 4"),
