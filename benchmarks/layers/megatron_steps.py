@@ -1,8 +1,8 @@
 """Time a MoELayer as in a training step: wall time of a forward and backward, the host's part of it, and the kernels' part.
 
-The layers are ours with grouped experts, as the flag alone gives them, then sync-free with room for every routing, and (on GPUs) that from
-a CUDA graph too. If TransformerEngine is installed, its grouped experts run behind `alltoall` and `allgather`, with its fused router and
-permutes, and behind ours. "Grouped products alone" are the experts' six products with known counts, which bound any layer of theirs.
+The layers are ours with grouped experts. The first is as the flag alone gives it, the next sync-free with room for every routing. On GPUs
+that one is replayed from a CUDA graph too. If TransformerEngine is installed, its grouped experts run behind `alltoall` and `allgather`,
+with its fused router and permutes. They run behind ours too. "Grouped products alone" are the experts' six products with known counts.
 """
 
 import gc

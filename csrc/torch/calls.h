@@ -117,8 +117,8 @@ public:
     bool takes_rows(const Handle& handle, const Tensor& x) const;
     bool takes_inputs(const Handle& handle, const Tensor& x, const CombineInputs& inputs) const;
     bool takes_handle(const Handle& handle) const;
-    // Returns the tensors' rows if kernels can read them in place: contiguous, of one type that can be summed and whole pieces, each
-    // [1, ..., num_rows, hidden] of its expert's rows, without padding.
+    // Returns the tensors' rows if kernels can read them in place. Such tensors are contiguous, of one type that can be summed, and in
+    // whole pieces. Each is [1, ..., num_rows, hidden] of its expert's rows, without padding.
     std::optional<ExpertRows> expert_rows_of(at::TensorList tensors, const Handle& handle) const;
     // Are these a tensor for each local expert, of its rows, wherever they lie? All rows in one tensor, of such.
     bool can_join(at::TensorList tensors, const Handle& handle) const;

@@ -206,7 +206,7 @@ def tell_peers(backend: Backend, error: BaseException, has_entered: bool) -> Non
 def new_handle(
     args: DispatchArgs, num_call: int, num_rows: int, num_recv_tokens: int, topk_idx: Tensor, recv_counts: Tensor, tokens_per_expert: Tensor
 ) -> DispatchHandle:
-    """Return the handle of a dispatch whose rows arrive later: -1 stands for their places until then, so that the handle of a dispatch that
+    """Return the handle of a dispatch whose rows arrive later. Until then -1 stands for their places. So the handle of a dispatch that
     fails half-way points to no row instead of a wrong one."""
     is_expert, num_topk = args.layout == "expert", topk_idx.shape[1]
     row_idx = topk_idx.new_full((num_recv_tokens if is_expert else 0, num_topk), -1)

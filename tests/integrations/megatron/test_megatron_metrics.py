@@ -99,8 +99,8 @@ def rows() -> list[tuple[int, int, int]]:
 
 @on_megatron(2, metrics=True, expert_alignment=16)
 def test_only_training_counts_and_each_model_apart(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """An actor and a critic, which has fewer experts and recomputes, train; a reference and evaluations do not. 3 tokens of a rank go to 4
-    experts, whose rows are padded to 16."""
+    """An actor trains, and so does a critic, which has fewer experts and recomputes. A reference and evaluations do not. Each rank's three
+    tokens go to four experts, whose rows are padded to 16."""
     x, each = torch.randn(3, 1, HIDDEN, requires_grad=True), 16 * TOPK
     actor, reference = numbered(sizes, 2), numbered(sizes, 2)
     few = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none"}
