@@ -1,4 +1,4 @@
-"""Warnings that users see once."""
+"""Warnings that users see once, and the check of a framework's version, which may give one."""
 
 import functools
 import logging

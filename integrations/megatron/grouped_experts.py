@@ -288,7 +288,7 @@ class _Stacked(torch.nn.Module):
     def __init__(self, linears: list[Any], config: Config):
         super().__init__()
         self._hooks: list[Callable[[], None]] = []
-        # It is on by default, and must be off without apex, which this product does not need.
+        # Megatron-Core's default is True. Without apex it must be False, but these products do not need apex.
         self._fuses = bool(config.gradient_accumulation_fusion) or not layers._grad_accum_fusion_available
         self._noting = 0  # the id of the weight that `_note_main_grad` is a hook of
         for kind in _KINDS:
